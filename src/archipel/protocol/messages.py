@@ -46,9 +46,12 @@ class Join(Message, frozen=True):
     role: Literal["learner", "observer"]
     incarnation: str  # one per process start: tells a restart from a reconnection
     schema: tuple[TensorSpec, ...] = ()  # empty on the first contact of a worker that has no settings yet
+    epoch: int = 0  # the syncer's epoch those versions belong to
     versions: tuple[int, ...] = ()  # fragment versions held; empty: none
     step: int = 0  # inner steps of this incarnation
-    position: int = -1  # tokens this worker name has drawn from its shard, -1 if unknown
+    tokens: int = 0  # tokens of this incarnation
+    shard: int = -1  # shard this worker name last read, -1 if unknown
+    position: int = -1  # tokens this worker name has drawn from that shard, -1 if unknown
     counters: tuple[tuple[int, int], ...] = ()  # (steps, tokens) per fragment since the last update landed
     protocol: int = PROTOCOL_VERSION
 
@@ -70,6 +73,7 @@ class Push(Message, frozen=True):
     step: int  # inner step the snapshot was taken at
     steps: int  # c_steps of the fragment at that step
     tokens: int  # c_tokens of the fragment at that step
+    total: int  # tokens of this incarnation at that step
     full: bool = False
 
 
@@ -81,12 +85,12 @@ class Arrived(Message, frozen=True):
 
 
 class Landed(Message, frozen=True):
-    """An update was written over the learner's fragment, which had counted `tokens` until then."""
+    """An update was written over the learner's fragment when its incarnation had consumed `total` tokens."""
 
     fragment: int
     version: int
     step: int
-    tokens: int
+    total: int
 
 
 class Heartbeat(Message, frozen=True):
@@ -108,12 +112,14 @@ class Welcome(Message, frozen=True):
     """The worker is a member. The fragments listed follow as updates; it may report once it holds them all."""
 
     run: str
+    epoch: int  # grows by one each time the syncer resumes from a checkpoint
     settings: dict[str, Any]  # the run's options; the worker adopts them
     shard: int
     position: int  # tokens of the shard that are already taken
     tick: int
     versions: tuple[int, ...]
     follow: tuple[int, ...]  # fragments whose update follows
+    credit: int = 0  # steps of the worker that still count, at τ = 0
 
 
 class Refused(Message, frozen=True):
@@ -156,6 +162,12 @@ class Done(Message, frozen=True):
     reason: str = ""
 
 
+AnyMessage = (
+    Join | Progress | Push | Arrived | Landed | Heartbeat | Leave
+    | Welcome | Refused | Pull | TickClosed | Update | Done
+)  # fmt: skip
+
+
 # ---- events ----
 
 
@@ -176,7 +188,7 @@ class Received(Event, frozen=True):
     """A message came in. A payload, if any, has been checked for length and checksum by the host."""
 
     sender: str
-    message: Message
+    message: AnyMessage
 
 
 class Woke(Event, frozen=True):
@@ -242,6 +254,12 @@ class StopRequested(Event, frozen=True):
     reason: str = ""
 
 
+AnyEvent = (
+    Connected | Disconnected | Received | Woke | StepCompleted | Applied | Prepared
+    | Folded | Rejected | Merged | MergeFailed | StopRequested
+)  # fmt: skip
+
+
 # ---- actions ----
 
 
@@ -249,7 +267,7 @@ class Send(Action, frozen=True):
     """Give `message` to the network; the payload of a Push or an Update travels beside it."""
 
     to: str
-    message: Message
+    message: AnyMessage
 
 
 class Close(Action, frozen=True):
@@ -294,6 +312,24 @@ class Resume(Action, frozen=True):
     """Go on with inner steps."""
 
 
+class Stop(Action, frozen=True):
+    """Start no further inner step; the compute port answers `StopRequested` once it has ended."""
+
+    reason: str
+
+
+class Tally(Action, frozen=True):
+    """A tick closed: who was counted, after which wait. For tape and view; a host has nothing to do."""
+
+    tick: int
+    workers: tuple[str, ...]
+    step_s: float  # ξ_step
+    quorum_s: float  # ξ_quorum
+    sync_s: float  # ξ_sync
+    window_s: float  # grace window granted, eq. 3
+    used_s: float  # from the K-th report to the close
+
+
 class Fold(Action, frozen=True):
     """Check the push of `worker` and add it to its round with this weight. `base`: version it is relative to."""
 
@@ -335,6 +371,12 @@ class Finish(Action, frozen=True):
 
     reason: str
     complete: bool = True
+
+
+AnyAction = (
+    Send | Close | Wake | Prepare | Copy | Apply | Hold | Resume | Stop
+    | Tally | Fold | Merge | Discard | Save | Notice | Finish
+)  # fmt: skip
 
 
 # ---- the two ports ----

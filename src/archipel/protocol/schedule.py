@@ -44,6 +44,7 @@ class SyncOptions(Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_s: float = 2.0  # a silent courier says so this often
     silence_s: float = 15.0  # nothing heard for so long: the member is gone
     checkpoint_rounds: int = 200  # rounds between two checkpoints of the syncer
+    idle_exit_s: float = 0.0  # without any learner for so long the syncer ends; 0: it waits for ever
 
 
 def offset(fragment: int, options: SyncOptions) -> int:

@@ -1,0 +1,163 @@
+"""When may a tick close? Freshness, quorum and the adaptive grace window (Decoupled DiLoCo, section 3.2, eq. 3).
+
+Pure functions over plain numbers: the syncer's machine asks, this page answers with a verdict and its reason.
+Times are seconds. Invariant: a verdict to wait names the moment at which asking again could change it, or None
+when only an event can.
+"""
+
+from dataclasses import dataclass, field
+
+from .schedule import SyncOptions
+
+AVERAGE_SHARE = 0.1  # coefficient of the moving averages (ours)
+STILL_STEPPING = 3.0  # a learner without a step for three medians is not waited for (ours)
+
+
+@dataclass
+class MovingAverage:
+    """Exponential, coefficient 0.1, started by its first sample."""
+
+    value: float | None = None
+
+    def add(self, sample: float) -> None:
+        self.value = sample if self.value is None else self.value + AVERAGE_SHARE * (sample - self.value)
+
+    def get(self) -> float:
+        """Return the average, 0 before the first sample."""
+        return 0.0 if self.value is None else self.value
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the verdict needs to know of one live learner that holds a full model."""
+
+    name: str
+    fresh: bool  # at least one inner step since it was last counted
+    reports: int  # steps heard of since it joined
+    quiet_since: float  # its last step, or the moment it became ready
+    step_s: float | None  # moving average of its step time
+
+
+@dataclass
+class Tick:
+    """One global step that collects reports."""
+
+    number: int
+    opened_at: float
+    first_fresh_at: float | None = None
+    reached_at: float | None = None  # the K-th fresh report
+    window_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Close the tick now, or wait until `again_at` (None: until something happens)."""
+
+    close: bool
+    reason: str
+    again_at: float | None = None
+
+
+@dataclass
+class Tempo:
+    """The fleet's moving averages: ξ_quorum and ξ_sync; ξ_step is a median and lives with the learners."""
+
+    quorum_s: MovingAverage = field(default_factory=MovingAverage)
+    sync_s: MovingAverage = field(default_factory=MovingAverage)
+    warm: bool = False  # every learner then live has reported two steps
+
+
+def lower_median(values: list[float]) -> float | None:
+    """Return the lower median: one slow learner among two must not set the pace of both."""
+    return sorted(values)[(len(values) - 1) // 2] if values else None
+
+
+def grace_window(step_s: float, quorum_s: float, sync_s: float, overlap: int, margin: float) -> float:
+    """Return ξ_grace of eq. 3: the margin's share of the slack, within [0, one step].
+
+    >>> grace_window(step_s=1.0, quorum_s=0.2, sync_s=0.8, overlap=2, margin=0.9)
+    0.9
+    """
+    slack_s = overlap * step_s - (quorum_s + sync_s)
+    return min(max(margin * slack_s, 0.0), step_s)
+
+
+def weight(steps: int, tokens: int) -> float:
+    """Return a push's weight: quantity × quality, tokens · (tokens / steps); 0 without a step (section 3.2)."""
+    return tokens * (tokens / steps) if steps else 0.0
+
+
+def needed(options: SyncOptions, live: int) -> int:
+    """Return how many fresh learners close a tick: K, or min(K, live) with `quorum_live`."""
+    return max(1, min(options.quorum, live)) if options.quorum_live else options.quorum
+
+
+def median_step_s(reports: list[Report], now: float) -> float | None:
+    """Return ξ_step, the lower median of live, stepping learners; of all live ones when none is stepping."""
+    everyone = [report.step_s for report in reports if report.step_s is not None]
+    pace_s = lower_median(everyone)
+    stepping = [
+        report.step_s
+        for report in reports
+        if report.step_s is not None and now < stops_stepping_at(report, pace_s)
+    ]
+    return lower_median(stepping) if stepping else pace_s
+
+
+def stops_stepping_at(report: Report, step_s: float | None) -> float:
+    """Return when a learner that stays silent stops being waited for; never while no pace is known."""
+    return float("inf") if step_s is None else report.quiet_since + STILL_STEPPING * step_s
+
+
+def judge(now: float, tick: Tick, reports: list[Report], tempo: Tempo, options: SyncOptions) -> Verdict:
+    """Say whether the tick may close now. Notes in `tick` and `tempo` when the K-th report came."""
+    need = needed(options, len(reports))
+    if len(reports) < need:
+        return Verdict(False, f"waiting for learners live={len(reports)} quorum={need}")
+    fresh = sum(report.fresh for report in reports)
+    if fresh and tick.first_fresh_at is None:
+        tick.first_fresh_at = now
+    if fresh < need:
+        return Verdict(False, f"waiting for reports fresh={fresh} quorum={need}")
+    step_s = median_step_s(reports, now)
+    if tick.reached_at is None:
+        _reach(now, tick, tempo, step_s, options)
+    return _grace(now, tick, reports, tempo, options)
+
+
+def _reach(now: float, tick: Tick, tempo: Tempo, step_s: float | None, options: SyncOptions) -> None:
+    assert tick.first_fresh_at is not None
+    tempo.quorum_s.add(now - max(tick.opened_at, tick.first_fresh_at))
+    tick.reached_at = now
+    if options.grace and step_s is not None:
+        tick.window_s = grace_window(
+            step_s, tempo.quorum_s.get(), tempo.sync_s.get(), options.overlap_steps, options.grace_margin
+        )
+
+
+def _grace(now: float, tick: Tick, reports: list[Report], tempo: Tempo, options: SyncOptions) -> Verdict:
+    assert tick.reached_at is not None
+    if not options.grace:
+        return Verdict(True, "quorum")
+    step_s = median_step_s(reports, now)
+    leaves_at = {report.name: stops_stepping_at(report, step_s) for report in reports}
+    awaited = [report for report in reports if not report.fresh and now < leaves_at[report.name]]
+    if not awaited and tempo.warm:
+        return Verdict(True, "everyone")
+    last_leaves_at = max((leaves_at[report.name] for report in awaited), default=now)
+    if not tempo.warm:
+        # Until every live learner has reported two steps there is no pace to judge by: wait for all of them.
+        young = [report for report in reports if report.reports < 2 and now < leaves_at[report.name]]
+        if not young:
+            tempo.warm = True
+        if not awaited:
+            return Verdict(True, "everyone")
+        return Verdict(False, "waiting for the first two steps", _finite(last_leaves_at))
+    closes_at = min(tick.reached_at + tick.window_s, last_leaves_at)
+    if now >= closes_at:
+        return Verdict(True, "grace")
+    return Verdict(False, "grace", _finite(closes_at))
+
+
+def _finite(moment: float) -> float | None:
+    return None if moment == float("inf") else moment
