@@ -4,25 +4,36 @@ A token a learner consumed counts once for each fragment. It ends as *merged* (i
 *overwritten* (an update of a round its learner took part in landed on it), *absent* (an update of a round without
 its learner landed on it), *lost* (its learner died after consuming it) or *unmerged* (at the end of the run).
 
-The syncer keeps it from what it folds and from what learners say. On a fragment the tokens of one incarnation form
-a line 0 … consumed. A landing settles everything up to a point of that line; a folded push covers a stretch of it.
-Stretches and landings may become known in either order, since they travel on different channels.
-Invariant, per learner and fragment, once its incarnation is closed: consumed = merged + overwritten + absent + lost +
-unmerged. Memory: nine numbers per learner and fragment.
+The syncer keeps it from the pushes it accepts and from what learners say. On a fragment the tokens of one
+incarnation form a line 0 … consumed. A landing settles everything up to a point of that line; an accepted push covers
+a stretch of it. Stretches and landings may become known in either order, since they travel on different channels.
+
+Invariants: per learner and fragment, once its incarnation is closed, consumed = merged + overwritten + absent + lost
++ unmerged; no token is merged twice; what a learner says is checked against what it said before. Memory: nine
+numbers per learner and fragment.
 """
 
-from typing import Any
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 FATES = ("merged", "overwritten", "absent", "lost", "unmerged")
 
 
+class Stretch(NamedTuple):
+    """Tokens start … end of one incarnation, carried by one push."""
+
+    incarnation: str
+    start: int
+    end: int
+
+
 class Line(Struct):
     """One learner, one fragment. `settled`: the point up to which updates have landed.
 
-    `start` … `end`: the stretch of the last folded push, until the landing that follows it; `version`: what that
-    push went into.
+    `start` … `end`: the stretch of the last accepted push, until the landing that follows it; `version`: what that
+    push goes into.
     """
 
     merged: int = 0
@@ -36,9 +47,25 @@ class Line(Struct):
     version: int = -1
 
     @property
-    def folded(self) -> int:
-        """Tokens that are merged but not settled."""
+    def carried(self) -> int:
+        """Tokens that are merged, or about to be, but not settled."""
         return self.end - self.start
+
+    def land(self, total: int, version: int) -> None:
+        """Settle the line up to `total`; a stretch below is merged already."""
+        covered = self.carried if self.start < total else 0
+        rest = total - self.settled - covered
+        if version == self.version:
+            self.overwritten += rest
+        else:
+            self.absent += rest
+        self.settled = total
+        if covered:
+            self.start = self.end = total
+
+    def may_land(self, total: int) -> bool:
+        """Whether a landing at `total` fits what is known: not before the last one, not inside a stretch."""
+        return self.settled <= total and not self.start < total < self.end
 
 
 class Account(Struct):
@@ -50,6 +77,10 @@ class Account(Struct):
     current: int = 0  # tokens of this incarnation, as last reported
     open: bool = False
     tail_unknown: int = 0  # incarnations that died without their last data position becoming known
+
+    def rest(self, line: Line) -> int:
+        """Return the tokens of this incarnation that have no fate on the fragment yet."""
+        return self.current - line.settled - line.carried
 
 
 class Ledger(Struct):
@@ -71,64 +102,66 @@ class Ledger(Struct):
         """The incarnation has consumed `tokens` in all."""
         self.accounts[worker].current = max(self.accounts[worker].current, tokens)
 
+    # ---- pushes ----
+
     def admits(self, worker: str, fragment: int, start: int) -> bool:
-        """Whether a push whose stretch begins at `start` is of tokens no landing has settled."""
-        return start >= self.accounts[worker].lines[fragment].settled
-
-    def folded(self, worker: str, fragment: int, stretch: tuple[int, int], version: int) -> None:
-        """A push covering tokens start … end went into the round that will produce `version`."""
+        """Whether a push whose tokens begin at `start` carries none that landed or went into another push."""
         line = self.accounts[worker].lines[fragment]
-        line.start, line.end = stretch
-        line.version = version
-        line.merged += line.folded
+        return start >= line.settled and (not line.carried or start >= line.end)
 
-    def unfolded(self, worker: str, fragment: int, tokens: int) -> None:
-        """The round came to nothing: its tokens are where they were."""
+    def accepted(self, worker: str, fragment: int, stretch: Stretch, version: int) -> None:
+        """A push went into the round that will produce `version`."""
+        self.reported(worker, stretch.end)
+        line = self.accounts[worker].lines[fragment]
+        line.start, line.end, line.version = stretch.start, stretch.end, version
+        line.merged += line.carried
+
+    def returned(self, worker: str, fragment: int, stretch: Stretch) -> None:
+        """The push was rejected after all, or its round came to nothing: its tokens are where they were."""
         account = self.accounts[worker]
         line = account.lines[fragment]
-        line.merged -= tokens
-        if not account.open:
-            line.lost += tokens
-        elif line.folded:
+        line.merged -= stretch.end - stretch.start
+        if not account.open or account.incarnation != stretch.incarnation:
+            line.lost += stretch.end - stretch.start
+        elif line.carried:
+            assert (line.start, line.end) == stretch[1:]
             line.end = line.start
         else:
-            line.absent += tokens
+            line.absent += stretch.end - stretch.start
 
-    def landed(self, worker: str, fragment: int, total: int, version: int) -> None:
-        """An update came down when `total` tokens were consumed; a folded stretch below is merged already."""
-        line = self.accounts[worker].lines[fragment]
-        covered = line.folded if line.start < total else 0
-        rest = total - line.settled - covered
-        if version == line.version:
-            line.overwritten += rest
-        else:
-            line.absent += rest
-        line.settled = total
-        if covered:
-            line.start = line.end = total
+    # ---- landings ----
 
-    def returned(self, worker: str, total: int, open_tokens: list[int], versions: list[int]) -> None:
+    def landed(self, worker: str, fragment: int, total: int, version: int) -> bool:
+        """An update came down when `total` tokens were consumed; return False if that cannot be."""
+        account = self.accounts[worker]
+        line = account.lines[fragment]
+        if not line.may_land(total) or total > account.current:
+            return False
+        line.land(total, version)
+        return True
+
+    def resumed(self, worker: str, total: int, open_tokens: list[int], versions: list[int]) -> None:
         """The same incarnation is back: make good the landings it could not report while it was away."""
         self.reported(worker, total)
         for fragment, (tokens, version) in enumerate(zip(open_tokens, versions, strict=True)):
             if total - tokens > self.accounts[worker].lines[fragment].settled:
                 self.landed(worker, fragment, total - tokens, version)
 
+    # ---- ends ----
+
     def left(self, worker: str, tokens: int, unmerged: list[int]) -> None:
         """Orderly end: what is on the fragments now stays unmerged."""
         account = self.accounts[worker]
-        if unmerged:
-            self.returned(worker, tokens, unmerged, [line.version for line in account.lines])
+        if len(unmerged) == self.fragments:
+            self.resumed(worker, tokens, unmerged, [line.version for line in account.lines])
         self.reported(worker, tokens)
-        for line in account.lines:
-            line.unmerged += account.current - line.settled - line.folded
-        self._close(account)
+        self._keep(account)
 
     def lose(self, worker: str) -> None:
         """The incarnation is dead: what no update has landed on and no push has carried is lost."""
         account = self.accounts[worker]
         for line in account.lines:
-            line.lost += account.current - line.settled - line.folded
+            line.lost += account.rest(line)
         account.tail_unknown += 1
         self._close(account)
 
@@ -140,41 +173,53 @@ class Ledger(Struct):
         for line in account.lines:
             line.lost += tokens
 
-    def end(self) -> None:
-        """The run is over: whoever is still here without having left keeps its tokens as unmerged."""
-        for account in self.accounts.values():
-            if account.open:
-                for line in account.lines:
-                    line.unmerged += account.current - line.settled - line.folded
-                self._close(account)
+    def end(self, present: Container[str]) -> None:
+        """The run is over: whoever is present keeps its tokens as unmerged, those of the others are lost."""
+        for worker, account in self.accounts.items():
+            if account.open and worker in present:
+                self._keep(account)
+            elif account.open:
+                self.lose(worker)
+
+    def _keep(self, account: Account) -> None:
+        for line in account.lines:
+            line.unmerged += account.rest(line)
+        self._close(account)
 
     def _close(self, account: Account) -> None:
         account.consumed += account.current
         account.open, account.current = False, 0
 
+    # ---- reading it ----
+
     def fates(self, worker: str) -> dict[str, int]:
         """Return one learner's tokens by fate, summed over fragments; open tokens count as unmerged."""
         account = self.accounts[worker]
-        sums = {fate: sum(getattr(line, fate) for line in account.lines) for fate in FATES}
-        if account.open:
-            sums["unmerged"] += sum(account.current - line.settled - line.folded for line in account.lines)
+        by_line = [self._fates(account, line) for line in account.lines]
+        sums = {fate: sum(fates[fate] for fates in by_line) for fate in FATES}
         return {"consumed": self.fragments * (account.consumed + account.current), **sums}
+
+    def _fates(self, account: Account, line: Line) -> dict[str, int]:
+        fates: dict[str, int] = {fate: getattr(line, fate) for fate in FATES}
+        if account.open:
+            fates["unmerged"] += account.rest(line)
+        return fates
 
     def table(self) -> dict[str, Any]:
         """Return tokens by fate: summed, per fragment, per learner; and whose last tokens are unknown."""
         per_learner = {worker: self.fates(worker) for worker in self.accounts}
-        per_fragment = [
-            {fate: sum(getattr(a.lines[p], fate) for a in self.accounts.values()) for fate in FATES}
-            for p in range(self.fragments)
-        ]
+        per_fragment = []
+        for fragment in range(self.fragments):
+            rows = [self._fates(account, account.lines[fragment]) for account in self.accounts.values()]
+            per_fragment.append({fate: sum(row[fate] for row in rows) for fate in FATES})
         total = {key: sum(fates[key] for fates in per_learner.values()) for key in ("consumed", *FATES)}
         unknown = {w: a.tail_unknown for w, a in self.accounts.items() if a.tail_unknown}
         return {**total, "per_learner": per_learner, "per_fragment": per_fragment, "tail_unknown": unknown}
 
     def closes(self) -> bool:
-        """Return whether every learner's tokens add up, fragment by fragment, for closed accounts."""
+        """Return whether every learner's tokens add up, fragment by fragment, and no fate is negative."""
         return all(
-            account.open
-            or all(sum(getattr(line, fate) for fate in FATES) == account.consumed for line in account.lines)
+            min(fates.values()) >= 0 and sum(fates.values()) == account.consumed + account.current
             for account in self.accounts.values()
+            for fates in (self._fates(account, line) for line in account.lines)
         )

@@ -1,14 +1,22 @@
-"""Who is live, with what identity, on which shard.
+"""Who is live, with what identity, on which shard, and what a worker is told when it joins.
 
 A worker is known by its name; each process start is a new incarnation of it. A name keeps its shard for ever, so
 that no two workers read the same data; a new name takes the number it ends in when that is free, else the lowest
-free one. Invariant: a learner counts only while it is connected, has joined and holds a full, current model.
+free one. A worker joins twice: first without a schema, to learn the settings, then with its model's.
+
+Invariants: a learner counts only while it is connected, has joined and holds a full, current model; an observer
+never counts and has no account; a data position only grows.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from .messages import Join, TensorSpec
-from .quorum import MovingAverage, Report
+from . import messages as m
+from .ledger import Ledger
+from .quorum import MovingAverage
+from .schedule import SyncOptions
+
+COUNT_MAX = 2**53  # steps, tokens and positions above this are refused: JSON would round them
 
 
 @dataclass
@@ -23,38 +31,172 @@ class Member:
     connected: bool = True
     joined: bool = False  # its schema was accepted
     left: bool = False
-    awaiting: set[int] = field(default_factory=set)  # fragments it must hold before it may report
+    awaiting: dict[int, int] = field(default_factory=dict)  # fragment -> version to hold before it may report
     heard_at: float = 0.0
     quiet_since: float = 0.0
     step: int = 0
     tokens: int = 0
     reports: int = 0
-    counted: int = 0  # step of the report it was last counted with
-    credit: int = 0  # reports not yet counted; matters at τ = 0
+    credit: int = 0  # reports not yet counted; at τ ≥ 1 the newest only
     step_s: MovingAverage = field(default_factory=MovingAverage)
     transfer_s: MovingAverage = field(default_factory=MovingAverage)
     landed: dict[int, int] = field(default_factory=dict)  # fragment -> version it holds
-    folded: dict[int, int] = field(default_factory=dict)  # fragment -> version its last folded push went into
+    merged_into: dict[int, int] = field(default_factory=dict)  # fragment -> version its last push went into
 
     @property
     def live(self) -> bool:
         """A learner that may be counted and pulled from."""
         return self.role == "learner" and self.connected and self.joined and not (self.awaiting or self.left)
 
-    def fresh(self, overlap: int) -> bool:
-        """At τ ≥ 1 the newest report counts and a surplus is forgotten; at τ = 0 every step counts once."""
-        return self.step > self.counted if overlap else self.credit > 0
+    @property
+    def fresh(self) -> bool:
+        """At least one inner step since it was last counted."""
+        return self.credit > 0
 
-    def report(self, overlap: int) -> Report:
-        """Return what the quorum needs to know."""
-        return Report(self.name, self.fresh(overlap), self.reports, self.quiet_since, self.step_s.value)
+    @property
+    def pace_s(self) -> float | None:
+        """Moving average of its step time."""
+        return self.step_s.value
 
     def settled(self, fragment: int) -> bool:
         """Whether its last merged push of the fragment has been answered by an update that landed."""
-        return self.landed.get(fragment, 0) >= self.folded.get(fragment, 0)
+        return self.landed.get(fragment, 0) >= self.merged_into.get(fragment, 0)
 
 
-def choose_shard(name: str, join: Join, taken: dict[str, int], shards: int) -> int | None:
+def credit_max(options: SyncOptions) -> int:
+    """Return how many steps of a learner may wait to be counted: at τ ≥ 1 a surplus is forgotten."""
+    return 1 if options.overlap_steps else options.interval_steps
+
+
+@dataclass
+class Roster:
+    """Takes workers in. Shares `members`, `ledger` and `versions` with the syncer's machine, which owns them."""
+
+    run: str
+    options: SyncOptions
+    schema: tuple[m.TensorSpec, ...]
+    settings: dict[str, Any]
+    shards: int
+    members: dict[str, Member]
+    ledger: Ledger
+    versions: list[int]
+    published: list[int]  # tick of each fragment's newest version
+    taken: dict[str, int] = field(default_factory=dict)  # worker -> shard
+    positions: dict[str, int] = field(default_factory=dict)  # worker -> tokens drawn from its shard, as known
+    epoch: int = 1
+    fork: list[int] = field(default_factory=list)  # versions at which this epoch began
+
+    def join(self, now: float, tick: int, name: str, join: m.Join) -> list[m.Action]:
+        """Make the worker a member, or say what is wrong with it."""
+        if refusal := self._refusal(join):
+            notice = m.Notice(f"refused worker={name} reason={refusal!r}", "warning")
+            return [notice, m.Send(name, m.Refused(refusal, final=True))]
+        shard = choose_shard(name, join, self.taken, self.shards) if join.role == "learner" else -1
+        if shard is None:
+            refusal = f"all data.shards={self.shards} are taken: raise data.shards"
+            return [m.Notice(f"refused worker={name} reason={refusal!r}", "warning"),
+                    m.Send(name, m.Refused(refusal, final=True))]  # fmt: skip
+        known = self.members.get(name)
+        same = known is not None and known.incarnation == join.incarnation
+        start = self._enter(name, join, shard) if join.role == "learner" else 0
+        member = Member(name, join.role, join.incarnation, shard, start)
+        member.heard_at = member.quiet_since = now
+        member.step, member.tokens = join.step, join.tokens
+        member.joined = bool(join.schema)
+        if known is not None:
+            member.transfer_s, member.step_s = known.transfer_s, known.step_s
+            member.merged_into = known.merged_into if same else {}
+        self.members[name] = member
+        return self._welcome(tick, member, join)
+
+    def _refusal(self, join: m.Join) -> str:
+        """Return what differs between the worker and the run, or ""."""
+        if join.protocol != m.PROTOCOL_VERSION:
+            return (
+                f"protocol version {join.protocol}, the run speaks {m.PROTOCOL_VERSION}: "
+                "install the same archipel release on both sides"
+            )
+        if join.run and join.run != self.run:
+            return f"run {join.run!r}, this syncer serves {self.run!r}: check the address or the run's name"
+        if join.schema and (difference := schema_difference(self.schema, join.schema)):
+            return f"the model differs: {difference}; build the model of the run's configuration"
+        for what, held in (("versions", join.versions), ("counters", join.counters)):
+            if held and len(held) != self.options.fragments:
+                return (
+                    f"{len(held)} {what}, the run has {self.options.fragments} fragments: restart the worker"
+                )
+        numbers = (join.step, join.tokens, join.position + 1, *(n for pair in join.counters for n in pair))
+        if not all(0 <= number < COUNT_MAX for number in numbers):
+            return f"impossible counts step={join.step} tokens={join.tokens}: restart the worker"
+        if any(steps > join.step or tokens > join.tokens for steps, tokens in join.counters):
+            return "counters of fragments exceed those of the incarnation: restart the worker"
+        return ""
+
+    def _enter(self, name: str, join: m.Join, shard: int) -> int:
+        """Give the learner its account and return the data position at which this incarnation began."""
+        self.taken[name] = shard
+        known = self.positions.get(name, 0)
+        # A position in another shard says nothing about this one.
+        drawn = join.position if join.shard == shard else -1
+        account = self.ledger.accounts.get(name)
+        if account is not None and account.incarnation == join.incarnation and account.open:
+            known += max(join.tokens - account.current, 0)
+            if join.counters and join.versions:
+                open_tokens = [tokens for _, tokens in join.counters]
+                self.ledger.resumed(name, join.tokens, open_tokens, list(join.versions))
+        else:
+            if account is not None and account.open:
+                self.ledger.lose(name)
+            # Its position shows what the incarnation before it consumed after its last report.
+            if account is not None and account.tail_unknown and drawn - join.tokens >= known:
+                self.ledger.tail(name, drawn - join.tokens - known)
+            self.ledger.begin(name, join.incarnation)
+            known += join.tokens
+        self.ledger.reported(name, join.tokens)
+        self.positions[name] = max(known, drawn, join.tokens)
+        return self.positions[name] - join.tokens
+
+    def _welcome(self, tick: int, member: Member, join: m.Join) -> list[m.Action]:
+        follow = self._stale(join) if member.joined else []
+        member.awaiting = {fragment: self.versions[fragment] for fragment in follow}
+        member.landed = dict(enumerate(join.versions))
+        member.credit = self._credit(tick, join) if member.joined and not follow else 0
+        welcome = m.Welcome(
+            run=self.run,
+            epoch=self.epoch,
+            settings=self.settings,
+            shard=member.shard,
+            position=member.start + member.tokens,
+            tick=tick,
+            versions=tuple(self.versions),
+            follow=tuple(follow),
+            credit=member.credit,
+        )
+        updates = [m.Send(member.name, m.Update(p, self.versions[p], tick)) for p in follow]
+        joined = m.Notice(f"joined worker={member.name} role={member.role} tick={tick}")
+        return [*([joined] if member.joined else []), m.Send(member.name, welcome), *updates]
+
+    def _stale(self, join: m.Join) -> list[int]:
+        """Return the fragments of which the worker does not hold the current version of this lineage."""
+        held = join.versions or (-1,) * self.options.fragments
+        return [
+            p
+            for p, version in enumerate(self.versions)
+            if held[p] != version
+            # A version number of the epoch before means the same weights only up to where the epochs part.
+            or (join.epoch != self.epoch and (join.epoch != self.epoch - 1 or version > self.fork[p]))
+        ]
+
+    def _credit(self, tick: int, join: m.Join) -> int:
+        """At τ = 0, the steps since the last published round count, less the ticks that did count since."""
+        if self.options.overlap_steps or not join.counters:
+            return 0
+        newest = max(range(self.options.fragments), key=lambda p: self.published[p])
+        steps_since, _ = join.counters[newest]
+        return max(0, min(steps_since - (tick - self.published[newest]), self.options.interval_steps))
+
+
+def choose_shard(name: str, join: m.Join, taken: dict[str, int], shards: int) -> int | None:
     """Return the shard of a worker: its old one, the one its name ends in, or the lowest free; None if all gone.
 
     taken: worker name -> shard, for every name that ever joined. shards: how many the data is cut into.
@@ -70,7 +212,7 @@ def choose_shard(name: str, join: Join, taken: dict[str, int], shards: int) -> i
     return next((shard for shard in range(shards) if shard not in used), None)
 
 
-def schema_difference(ours: tuple[TensorSpec, ...], theirs: tuple[TensorSpec, ...]) -> str:
+def schema_difference(ours: tuple[m.TensorSpec, ...], theirs: tuple[m.TensorSpec, ...]) -> str:
     """Return what differs between two models, or "" when they agree in names and shapes."""
     mine = {spec.name: spec for spec in ours}
     yours = {spec.name: spec for spec in theirs}

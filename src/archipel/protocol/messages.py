@@ -77,6 +77,13 @@ class Push(Message, frozen=True):
     full: bool = False
 
 
+class Nothing(Message, frozen=True):
+    """Answer to a pull that has no payload: no step since an update landed on the fragment."""
+
+    fragment: int
+    tick: int
+
+
 class Arrived(Message, frozen=True):
     """An update reached the learner's courier (the end of ξ_sync)."""
 
@@ -140,10 +147,15 @@ class Pull(Message, frozen=True):
 
 
 class TickClosed(Message, frozen=True):
-    """Tick `tick` is closed; the receiver was counted with its report of step `counted` (-1: it was not)."""
+    """Tick `tick` is closed; the receiver was counted with its report of step `counted` (-1: it was not).
+
+    Or, with `abandoned`: the round of this fragment, begun at this tick, came to nothing. No update of it will come,
+    and a report that is named in `counted` counts again.
+    """
 
     tick: int
     counted: int = -1
+    abandoned: int = -1
 
 
 class Update(Message, frozen=True):
@@ -160,10 +172,11 @@ class Done(Message, frozen=True):
 
     tick: int
     reason: str = ""
+    versions: tuple[int, ...] = ()  # the final ones: an observer waits for them
 
 
 AnyMessage = (
-    Join | Progress | Push | Arrived | Landed | Heartbeat | Leave
+    Join | Progress | Push | Nothing | Arrived | Landed | Heartbeat | Leave
     | Welcome | Refused | Pull | TickClosed | Update | Done
 )  # fmt: skip
 

@@ -5,7 +5,9 @@ Times are seconds. Invariant: a verdict to wait names the moment at which asking
 when only an event can.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from .schedule import SyncOptions
 
@@ -27,15 +29,28 @@ class MovingAverage:
         return 0.0 if self.value is None else self.value
 
 
-@dataclass(frozen=True)
-class Report:
+class Reporter(Protocol):
     """What the verdict needs to know of one live learner that holds a full model."""
 
-    name: str
-    fresh: bool  # at least one inner step since it was last counted
-    reports: int  # steps heard of since it joined
-    quiet_since: float  # its last step, or the moment it became ready
-    step_s: float | None  # moving average of its step time
+    @property
+    def fresh(self) -> bool:
+        """At least one inner step since it was last counted."""
+        ...
+
+    @property
+    def reports(self) -> int:
+        """Steps heard of since it holds a full model."""
+        ...
+
+    @property
+    def quiet_since(self) -> float:
+        """Its last step, or the moment it became ready."""
+        ...
+
+    @property
+    def pace_s(self) -> float | None:
+        """Moving average of its step time."""
+        ...
 
 
 @dataclass
@@ -46,16 +61,19 @@ class Tick:
     opened_at: float
     first_fresh_at: float | None = None
     reached_at: float | None = None  # the K-th fresh report
+    step_s: float | None = None  # ξ_step when the quorum was reached
     window_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Close the tick now, or wait until `again_at` (None: until something happens)."""
 
     close: bool
     reason: str
     again_at: float | None = None
+
+
+TOO_FEW_FRESH = Verdict(False, "waiting for reports")
 
 
 @dataclass
@@ -92,24 +110,28 @@ def needed(options: SyncOptions, live: int) -> int:
     return max(1, min(options.quorum, live)) if options.quorum_live else options.quorum
 
 
-def median_step_s(reports: list[Report], now: float) -> float | None:
+def median_step_s(reports: Sequence[Reporter], now: float) -> float | None:
     """Return ξ_step, the lower median of live, stepping learners; of all live ones when none is stepping."""
-    everyone = [report.step_s for report in reports if report.step_s is not None]
-    pace_s = lower_median(everyone)
+    paces = [(report.pace_s, report.quiet_since) for report in reports]
+    overall_s = lower_median([pace_s for pace_s, _ in paces if pace_s is not None])
+    if overall_s is None:
+        return None
     stepping = [
-        report.step_s
-        for report in reports
-        if report.step_s is not None and now < stops_stepping_at(report, pace_s)
+        pace_s
+        for pace_s, quiet_since in paces
+        if pace_s is not None and now < quiet_since + STILL_STEPPING * overall_s
     ]
-    return lower_median(stepping) if stepping else pace_s
+    return lower_median(stepping) if stepping else overall_s
 
 
-def stops_stepping_at(report: Report, step_s: float | None) -> float:
-    """Return when a learner that stays silent stops being waited for; never while no pace is known."""
-    return float("inf") if step_s is None else report.quiet_since + STILL_STEPPING * step_s
+def stops_stepping_at(report: Reporter, step_s: float | None, options: SyncOptions) -> float:
+    """Return when a learner that stays silent stops being waited for."""
+    # Only a learner that came back at τ = 0 with steps in hand can be fresh before any pace is known.
+    patience_s = options.silence_s if step_s is None else STILL_STEPPING * step_s
+    return report.quiet_since + patience_s
 
 
-def judge(now: float, tick: Tick, reports: list[Report], tempo: Tempo, options: SyncOptions) -> Verdict:
+def judge(now: float, tick: Tick, reports: Sequence[Reporter], tempo: Tempo, options: SyncOptions) -> Verdict:
     """Say whether the tick may close now. Notes in `tick` and `tempo` when the K-th report came."""
     need = needed(options, len(reports))
     if len(reports) < need:
@@ -118,46 +140,51 @@ def judge(now: float, tick: Tick, reports: list[Report], tempo: Tempo, options: 
     if fresh and tick.first_fresh_at is None:
         tick.first_fresh_at = now
     if fresh < need:
-        return Verdict(False, f"waiting for reports fresh={fresh} quorum={need}")
-    step_s = median_step_s(reports, now)
+        return TOO_FEW_FRESH
     if tick.reached_at is None:
-        _reach(now, tick, tempo, step_s, options)
-    return _grace(now, tick, reports, tempo, options)
+        _reach(now, tick, reports, tempo, options)
+    if not options.grace:
+        return Verdict(True, "quorum")
+    if fresh == len(reports) and tempo.warm:
+        return Verdict(True, "everyone")
+    return (
+        _grace(now, tick, reports, tempo, options) if tempo.warm else _warm_up(now, reports, tempo, options)
+    )
 
 
-def _reach(now: float, tick: Tick, tempo: Tempo, step_s: float | None, options: SyncOptions) -> None:
+def _reach(now: float, tick: Tick, reports: Sequence[Reporter], tempo: Tempo, options: SyncOptions) -> None:
     assert tick.first_fresh_at is not None
     tempo.quorum_s.add(now - max(tick.opened_at, tick.first_fresh_at))
     tick.reached_at = now
-    if options.grace and step_s is not None:
+    tick.step_s = median_step_s(reports, now)
+    if options.grace and tick.step_s is not None:
         tick.window_s = grace_window(
-            step_s, tempo.quorum_s.get(), tempo.sync_s.get(), options.overlap_steps, options.grace_margin
+            tick.step_s, tempo.quorum_s.get(), tempo.sync_s.get(), options.overlap_steps, options.grace_margin
         )
 
 
-def _grace(now: float, tick: Tick, reports: list[Report], tempo: Tempo, options: SyncOptions) -> Verdict:
-    assert tick.reached_at is not None
-    if not options.grace:
-        return Verdict(True, "quorum")
+def _warm_up(now: float, reports: Sequence[Reporter], tempo: Tempo, options: SyncOptions) -> Verdict:
+    """Until every live learner has reported two steps there is no pace to judge by: wait for all of them."""
     step_s = median_step_s(reports, now)
-    leaves_at = {report.name: stops_stepping_at(report, step_s) for report in reports}
-    awaited = [report for report in reports if not report.fresh and now < leaves_at[report.name]]
-    if not awaited and tempo.warm:
+    leaves_at = [stops_stepping_at(report, step_s, options) for report in reports]
+    awaited = [at for at, report in zip(leaves_at, reports, strict=True) if not report.fresh and now < at]
+    if all(report.reports >= 2 or now >= at for at, report in zip(leaves_at, reports, strict=True)):
+        tempo.warm = True
+    if not awaited:
         return Verdict(True, "everyone")
-    last_leaves_at = max((leaves_at[report.name] for report in awaited), default=now)
-    if not tempo.warm:
-        # Until every live learner has reported two steps there is no pace to judge by: wait for all of them.
-        young = [report for report in reports if report.reports < 2 and now < leaves_at[report.name]]
-        if not young:
-            tempo.warm = True
-        if not awaited:
-            return Verdict(True, "everyone")
-        return Verdict(False, "waiting for the first two steps", _finite(last_leaves_at))
+    return Verdict(False, "waiting for the first two steps", max(awaited))
+
+
+def _grace(
+    now: float, tick: Tick, reports: Sequence[Reporter], tempo: Tempo, options: SyncOptions
+) -> Verdict:
+    """Wait for whoever is still stepping, until the window is over."""
+    assert tick.reached_at is not None
+    last_leaves_at = max(
+        (stops_stepping_at(report, tick.step_s, options) for report in reports if not report.fresh),
+        default=now,
+    )
+    if now >= last_leaves_at:
+        return Verdict(True, "everyone")
     closes_at = min(tick.reached_at + tick.window_s, last_leaves_at)
-    if now >= closes_at:
-        return Verdict(True, "grace")
-    return Verdict(False, "grace", _finite(closes_at))
-
-
-def _finite(moment: float) -> float | None:
-    return None if moment == float("inf") else moment
+    return Verdict(True, "grace") if now >= closes_at else Verdict(False, "grace", closes_at)

@@ -13,9 +13,9 @@ names a base version that is still kept and carries tokens that no other push or
 from dataclasses import dataclass, field
 
 from . import messages as m
-from .ledger import Ledger
-from .membership import Member
-from .quorum import Tempo, weight
+from .ledger import Ledger, Stretch
+from .membership import COUNT_MAX, Member, credit_max
+from .quorum import MovingAverage, Tempo, weight
 from .schedule import SyncOptions
 
 DEADLINE_FACTOR = 4.0  # a pull may take four of the learner's own usual transfer times (ours)
@@ -29,13 +29,14 @@ class Pulling:
 
     since: float
     deadline: float
+    full: bool = False
 
 
 @dataclass
 class Round:
     """`counted`: worker -> step it was counted with, to give the count back if the round comes to nothing.
 
-    `folding`, `folded`: worker -> the stretch (start, end) of its tokens that the push carries; in fold order.
+    `folding`, `folded`: worker -> the tokens that its push carries; in fold order.
     """
 
     fragment: int
@@ -44,8 +45,8 @@ class Round:
     counted: dict[str, int]
     waiting: list[str]
     pulling: dict[str, Pulling] = field(default_factory=dict)
-    folding: dict[str, tuple[int, int]] = field(default_factory=dict)
-    folded: dict[str, tuple[int, int]] = field(default_factory=dict)
+    folding: dict[str, Stretch] = field(default_factory=dict)
+    folded: dict[str, Stretch] = field(default_factory=dict)
     merging: bool = False
 
     @property
@@ -67,18 +68,20 @@ class Arrivals:
 
     version: int
     closed_at: float
+    awaited: set[str]
     need: int
 
 
 @dataclass
 class Rounds:
-    """Shares `members`, `ledger`, `tempo` and `versions` with the syncer's machine, which owns them."""
+    """Shares `members`, `ledger`, `tempo`, `versions` and `published` with the syncer's machine."""
 
     options: SyncOptions
     members: dict[str, Member]
     ledger: Ledger
     tempo: Tempo
     versions: list[int]
+    published: list[int]
     flying: dict[int, Round] = field(default_factory=dict)
     owed: list[int] = field(default_factory=list)  # fragments whose round came to nothing
     arrivals: dict[int, Arrivals] = field(default_factory=dict)
@@ -87,6 +90,7 @@ class Rounds:
 
     def start(self, now: float, fragment: int, tick: int, counted: dict[str, int]) -> list[m.Action]:
         """Begin the round of a fragment with those counted at its tick."""
+        assert fragment not in self.flying
         # Whoever has not yet felt the update its last push went into would push the same tokens twice.
         waiting = [name for name in counted if self.members[name].settled(fragment)]
         round_ = Round(fragment, tick, now, {name: counted[name] for name in waiting}, waiting)
@@ -108,13 +112,15 @@ class Rounds:
         return actions
 
     def _pull(self, now: float, round_: Round, name: str, *, full: bool = False) -> m.Action:
-        round_.pulling[name] = Pulling(now, now + self._patience_s(self.members[name]))
+        round_.pulling[name] = Pulling(now, now + self._patience_s(self.members[name]), full)
         return m.Send(name, m.Pull(round_.fragment, round_.tick, self.versions[round_.fragment], full))
 
     def _patience_s(self, member: Member) -> float:
-        if member.transfer_s.value is None:
+        """Return how long a push may take: the transfer, and a step where no copy is at hand."""
+        transfer_s = member.transfer_s.value
+        if transfer_s is None:
             return self.options.pull_deadline_s
-        return max(DEADLINE_FACTOR * member.transfer_s.value, DEADLINE_S_MIN)
+        return max(DEADLINE_FACTOR * transfer_s, DEADLINE_S_MIN) + member.step_s.get()
 
     # ---- fold ----
 
@@ -123,6 +129,8 @@ class Rounds:
         round_ = self.flying.get(push.fragment)
         if round_ is None or member.name not in round_.pulling or push.tick != round_.tick:
             return self._refuse(member, push.fragment, "not asked for: a duplicate, or its round is over")
+        if push.full != round_.pulling[member.name].full:
+            return self._refuse(member, push.fragment, f"full={push.full} was not asked for")
         if self._outdated(member, push):
             again = self._pull(now, round_, member.name, full=True)
             return [m.Notice(f"full pull worker={member.name} fragment={push.fragment}"), again]
@@ -133,9 +141,16 @@ class Rounds:
                     *self._resynchronise(member, push), *self._go_on(now, round_)]  # fmt: skip
         # A learner that had no copy at hand answers at its step's end; its patience grows with that.
         member.transfer_s.add(now - pulling.since)
-        round_.folding[member.name] = (push.total - push.tokens, push.total)
+        self._accept(member, round_, push)
         value = weight(push.steps, push.tokens)
         return [m.Fold(push.fragment, member.name, value, push.base, push.full), *self._pull_more(now)]
+
+    def _accept(self, member: Member, round_: Round, push: m.Push) -> None:
+        stretch = Stretch(member.incarnation, push.total - push.tokens, push.total)
+        version = self.versions[push.fragment] + 1
+        round_.folding[member.name] = stretch
+        self.ledger.accepted(member.name, push.fragment, stretch, version)
+        member.merged_into[push.fragment] = version
 
     def _outdated(self, member: Member, push: m.Push) -> bool:
         """Whether the push is fit but relative to a version that is no longer kept."""
@@ -144,10 +159,8 @@ class Rounds:
 
     def _unfit(self, member: Member, push: m.Push) -> str:
         """Return why a push may not be folded, or ""."""
-        current, merged_into = self.versions[push.fragment], member.folded.get(push.fragment, 0)
-        if push.steps == 0 or push.tokens == 0:
-            return "no step since the last update landed"
-        if not 0 < push.steps <= push.step or not 0 < push.tokens <= push.total < 2**53:
+        current, merged_into = self.versions[push.fragment], member.merged_into.get(push.fragment, 0)
+        if not 0 < push.steps <= push.step < COUNT_MAX or not 0 < push.tokens <= push.total < COUNT_MAX:
             return f"impossible counters steps={push.steps} tokens={push.tokens} total={push.total}"
         if push.base > current:
             return f"base version {push.base} is ahead of the run's {current}: adopt the update that follows"
@@ -159,9 +172,9 @@ class Rounds:
 
     def _resynchronise(self, member: Member, push: m.Push) -> list[m.Action]:
         current = self.versions[push.fragment]
-        return (
-            [m.Send(member.name, m.Update(push.fragment, current, push.tick))] if push.base > current else []
-        )
+        if push.base <= current:
+            return []
+        return [m.Send(member.name, m.Update(push.fragment, current, self.published[push.fragment]))]
 
     def _refuse(self, member: Member, fragment: int, reason: str) -> list[m.Action]:
         notice = m.Notice(
@@ -169,23 +182,33 @@ class Rounds:
         )
         return [notice, m.Send(member.name, m.Refused(reason, fragment=fragment))]
 
+    def declined(self, now: float, member: Member, nothing: m.Nothing) -> list[m.Action]:
+        """The learner has no step to push: weight 0, left out of the round (section 3.2)."""
+        round_ = self.flying.get(nothing.fragment)
+        if round_ is None or nothing.tick != round_.tick or not round_.drop(member.name):
+            return []
+        round_.counted.pop(member.name, None)
+        return self._go_on(now, round_)
+
     def folded(self, now: float, fragment: int, worker: str) -> list[m.Action]:
         """The compute port has added the push to its round."""
         round_ = self.flying[fragment]
-        stretch = round_.folding.pop(worker)
-        round_.folded[worker] = stretch
-        version = self.versions[fragment] + 1
-        self.ledger.folded(worker, fragment, stretch, version)
-        self.members[worker].folded[fragment] = version
+        round_.folded[worker] = round_.folding.pop(worker)
         return self._go_on(now, round_)
 
     def rejected(self, now: float, rejected: m.Rejected) -> list[m.Action]:
         """The compute port found the push unusable; nothing of it remains."""
-        round_ = self.flying[rejected.fragment]
-        round_.folding.pop(rejected.worker)
-        round_.counted.pop(rejected.worker, None)
-        member = self.members[rejected.worker]
-        return [*self._refuse(member, rejected.fragment, rejected.reason), *self._go_on(now, round_)]
+        fragment, worker = rejected.fragment, rejected.worker
+        round_ = self.flying[fragment]
+        self._return(fragment, worker, round_.folding.pop(worker))
+        round_.counted.pop(worker, None)
+        refusal = self._refuse(self.members[worker], fragment, rejected.reason)
+        return [*refusal, *self._go_on(now, round_)]
+
+    def _return(self, fragment: int, worker: str, stretch: Stretch) -> None:
+        self.ledger.returned(worker, fragment, stretch)
+        if self.members[worker].incarnation == stretch.incarnation:
+            self.members[worker].merged_into.pop(fragment, None)
 
     # ---- merge, publish ----
 
@@ -194,49 +217,59 @@ class Rounds:
         if not round_.collected or round_.merging or self.flying.get(round_.fragment) is not round_:
             return []
         if not round_.folded:
-            return self.abandon(round_.fragment, "nobody's push could be folded")
+            return self._abandon(round_, "nobody's push could be folded", round_.counted)
         round_.merging = True
         return [m.Merge(round_.fragment, self.versions[round_.fragment] + 1)]
 
-    def abandon(self, fragment: int, reason: str) -> list[m.Action]:
+    def failed(self, fragment: int, reason: str) -> list[m.Action]:
+        """The merge came out unusable: everyone must step before it is tried again."""
+        return self._abandon(self.flying[fragment], reason, {})
+
+    def _abandon(self, round_: Round, reason: str, restored: dict[str, int]) -> list[m.Action]:
         """Forget the round: nothing of it was applied, its fragment is due again at the next tick."""
-        round_ = self.flying.pop(fragment)
+        fragment = round_.fragment
+        del self.flying[fragment]
         self.owed.append(fragment)
-        for name, (start, end) in round_.folded.items():
-            self.ledger.unfolded(name, fragment, end - start)
-            self.members[name].folded.pop(fragment, None)
-        if not round_.folded:
-            # Those it lost on the way count again; after a merge that failed everyone must step first.
-            for name, step in round_.counted.items():
-                member = self.members[name]
-                member.counted = min(member.counted, step - 1)
-                member.credit = min(member.credit + 1, self.options.interval_steps)
-        notice = m.Notice(
-            f"round abandoned fragment={fragment} tick={round_.tick} reason={reason!r}", "warning"
-        )
-        return [notice, m.Discard(fragment)]
+        for name, stretch in round_.folded.items():
+            self._return(fragment, name, stretch)
+        text = f"round abandoned fragment={fragment} tick={round_.tick} reason={reason!r}"
+        actions: list[m.Action] = [m.Notice(text, "warning"), m.Discard(fragment)]
+        for member in self.members.values():
+            if member.live:
+                # Those it lost on the way count again; all are told not to wait for an update of this round.
+                step = restored.get(member.name, -1)
+                if step >= 0:
+                    member.credit = min(member.credit + 1, credit_max(self.options))
+                actions.append(m.Send(member.name, m.TickClosed(round_.tick, step, fragment)))
+        return actions
 
     def publish(self, merged: m.Merged) -> list[m.Action]:
         """Send the new version to every member, those outside the round included (Algorithm 1)."""
         round_ = self.flying.pop(merged.fragment)
         self.versions[merged.fragment] = merged.version
+        self.published[merged.fragment] = round_.tick
         need = (len(round_.folded) + 1) // 2
-        self.arrivals[merged.fragment] = Arrivals(merged.version, round_.closed_at, need)
+        self.arrivals[merged.fragment] = Arrivals(merged.version, round_.closed_at, set(round_.folded), need)
         actions: list[m.Action] = []
         for member in self.members.values():
             if member.connected and member.joined:
-                start, end = round_.folded.get(member.name, (0, 0))
-                update = m.Update(merged.fragment, merged.version, round_.tick, end - start)
+                stretch = round_.folded.get(member.name)
+                own = stretch is not None and stretch.incarnation == member.incarnation
+                tokens = stretch.end - stretch.start if stretch is not None and own else 0
+                update = m.Update(merged.fragment, merged.version, round_.tick, tokens)
                 actions.append(m.Send(member.name, update))
         return actions
 
-    def arrived(self, now: float, fragment: int, version: int) -> None:
-        """An update reached a learner: the lower-median one completes a sample of ξ_sync."""
+    def arrived(self, now: float, worker: str, fragment: int, version: int) -> None:
+        """An update reached a participant: the lower-median one completes a sample of ξ_sync."""
         arrivals = self.arrivals.get(fragment)
-        if arrivals is not None and arrivals.version == version and arrivals.need > 0:
-            arrivals.need -= 1
-            if arrivals.need == 0:
-                self.tempo.sync_s.add(now - arrivals.closed_at)
+        if arrivals is None or arrivals.version != version or worker not in arrivals.awaited:
+            return
+        arrivals.awaited.discard(worker)
+        arrivals.need -= 1
+        if arrivals.need == 0:
+            self.tempo.sync_s.add(now - arrivals.closed_at)
+            del self.arrivals[fragment]
 
     # ---- those who do not make it ----
 
@@ -252,15 +285,21 @@ class Rounds:
         """Leave out whoever is slower than its deadline, in this round."""
         actions: list[m.Action] = []
         for round_ in list(self.flying.values()):
-            late = [name for name, pull in round_.pulling.items() if now >= pull.deadline]
-            for name in late:
+            late = [(name, pull) for name, pull in round_.pulling.items() if now >= pull.deadline]
+            for name, pull in late:
                 round_.drop(name)
-                actions.append(m.Notice(f"pull overdue worker={name} fragment={round_.fragment}", "warning"))
-                # The next deadline must not follow from a time that was too short for it.
-                self.members[name].transfer_s.add(2 * self._patience_s(self.members[name]))
+                waited_s = now - pull.since
+                text = f"pull overdue worker={name} fragment={round_.fragment} waited_s={waited_s:.1f}"
+                actions.append(m.Notice(text, "warning"))
+                self._allow_more(self.members[name], waited_s)
             if late:
                 actions += self._go_on(now, round_)
         return actions
+
+    def _allow_more(self, member: Member, waited_s: float) -> None:
+        """The next deadline must not follow from a time that was too short; nor outgrow the first one."""
+        twice_s = min(2 * waited_s, self.options.pull_deadline_s) / DEADLINE_FACTOR
+        member.transfer_s = MovingAverage(max(twice_s, member.transfer_s.get()))
 
     def deadlines(self) -> list[float]:
         """Return when `expire` has something to do."""

@@ -4,9 +4,9 @@ A fragment p has the offset t_p = floor(p·H/P) and is due at tick t when t mod 
 the order is free there, this one is ours). With P ≤ H the offsets are distinct.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
 CodecName = Literal["float32", "bf16", "int8", "int4", "e3m0"]
 
@@ -65,3 +65,8 @@ def due_between(first: int, last: int, options: SyncOptions) -> tuple[int, ...]:
     """Return the fragments due at ticks first … last, in that order, each once."""
     found = dict.fromkeys(due(tick, options) for tick in range(first, last + 1))
     return tuple(fragment for fragment in found if fragment is not None)
+
+
+def options_of(settings: dict[str, Any]) -> SyncOptions:
+    """Return the synchronisation options among a run's settings, as a syncer's welcome carries them."""
+    return convert(settings["sync"], SyncOptions)

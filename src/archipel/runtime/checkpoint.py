@@ -182,7 +182,8 @@ def load_newest(directory: Path, *, run: str | None = None) -> Checkpoint | None
     if damaged:
         reasons = "; ".join(f"{item.path}: {item.reason}" for item in skipped)
         raise CheckpointError(
-            f"no checkpoint in {directory} is valid ({reasons}). Restore one, or name an empty directory to start anew"
+            f"no checkpoint in {directory} is valid ({reasons}). "
+            "Restore one, or name an empty directory to start anew"
         )
     return None
 
@@ -282,7 +283,7 @@ def _encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> FileEntry:
-    # safetensors writes from the arrays' own memory and assumes C order; it would silently misread a strided one.
+    # safetensors writes from the arrays' own memory and would silently misread a strided one.
     save_file({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}, path)
     _sync(path)
     return FileEntry(path.name, path.stat().st_size, digest_file(path))
@@ -312,7 +313,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _publish(staging: Path, target: Path) -> None:
-    """Give a finished checkpoint its name. One of the same step steps aside first and stays loadable until then."""
+    """Give a finished checkpoint its name. An older one of that step stays loadable until then."""
     old = target.with_name(f"{target.name}.old")
     if target.exists():
         _remove(old)
@@ -323,7 +324,7 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def _prune(directory: Path, written: Path, keep: int) -> None:
-    """Keep `written` and the newest whole ones up to `keep`; remove what is older. A failure is only a warning."""
+    """Keep `written` and the newest whole ones, `keep` in all; remove older ones. Failing is a warning."""
     kept = 1
     try:
         for path in _candidates(directory):
@@ -339,7 +340,7 @@ def _prune(directory: Path, written: Path, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint under a staging name, so that a kill half-way leaves nothing that looks like one."""
+    """Remove a checkpoint under a staging name: killed half-way, nothing that looks like one is left."""
     if path.exists():
         doomed = path.with_name(f".writing-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         os.rename(path, doomed)
@@ -386,13 +387,13 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def _verify(path: Path, run: str | None, *, checksums: bool = True) -> Manifest | Skipped:
-    """Return the manifest of a checkpoint that is whole, or the file at fault. Another run raises CheckpointError."""
+    """Return the manifest of a whole checkpoint, or the file at fault. Raises if it is another run's."""
     manifest = _read_manifest(path)
     if isinstance(manifest, Skipped):
         return manifest
     if run is not None and manifest.run != run:
         raise CheckpointError(
-            f"checkpoint {path} belongs to run {manifest.run!r}, not to {run!r}: name that run's own directory"
+            f"checkpoint {path} belongs to run {manifest.run!r}, not to {run!r}: name its own directory"
         )
     for entry in manifest.files:
         file = path / entry.name

@@ -30,7 +30,7 @@ JOIN_S = 5.0  # for threads to notice that their stream is gone
 
 
 class ClientSink(Protocol):
-    """Who owns a client. Called from the transport's threads: must be thread-safe, quick, and may not raise."""
+    """Who owns a client. Called from the transport's threads: be thread-safe, quick, and do not raise."""
 
     def connected(self) -> None: ...
 
@@ -39,7 +39,7 @@ class ClientSink(Protocol):
     def received(self, message: bytes, payload: memoryview | None, seconds: float) -> None: ...
 
     def allocate(self, message: bytes, length: int) -> memoryview:
-        """Return `length` writable bytes, or raise PayloadError: then the transfer is read and thrown away."""
+        """Return `length` writable bytes, or raise PayloadError: then the transfer is thrown away."""
 
     def refused(self, reason: str, final: bool) -> None:
         """We may not come in (said once for each new reason). `final`: the client has stopped trying."""
@@ -121,7 +121,8 @@ class Client:
         """Start connecting, in the background, for as long as it takes.
 
         What a person must mend is raised here: TransportError for an address that does not resolve within
-        `resolve_s_max`, SecurityError for certificates that cannot work. Later, either is only another failed attempt.
+        `resolve_s_max`, SecurityError for certificates that cannot work. Later, either is one more failed
+        attempt.
         """
         host, _ = wire.split_address(self._address, listening=False)
         wire.resolve(host, self._options.resolve_s_max)
@@ -136,15 +137,18 @@ class Client:
         link = self._link
         if link is None:
             self.dropped += 1
-        elif not link.line.put(message):
+        elif link.line.put(message):
+            self._traffic.add("", bytes_out=len(message))
+        else:
             link.cut(f"{self._options.backlog_frames_max} control frames wait unread")
 
     def send_bulk(
         self, message: bytes, payload: Buffer, *, done: Callable[[bool, str], None] | None = None
     ) -> None:
-        """Queue an upload; never blocks. They go one at a time, first in first out, over this connection or not at all.
+        """Queue an upload; never blocks. One goes at a time, in order, over this connection or not at all.
 
-        done(complete, reason) is called once, from the transport's thread; until then the buffer must not change.
+        done(complete, reason) is called once, from a thread of the transport (the caller's after `stop`);
+        until then the buffer must not change.
         """
         wire.check_frame(message, self._options)
         view = wire.flat(payload)
@@ -157,7 +161,7 @@ class Client:
         self._finish(upload, "the client is stopped")
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Let queued uploads and frames leave for at most `grace_s`, then disconnect. Not from a sink's callback."""
+        """Let what is queued leave for at most `grace_s`, then disconnect. Not from a sink's callback."""
         deadline = time.monotonic() + grace_s
         self._end_uploads()
         if self._connecting.ident is None:
@@ -195,7 +199,7 @@ class Client:
             self._uploads.put(None)
 
     def _connect(self) -> tuple[bool, bool]:
-        """Make one connection and serve it to its end. Return whether it was accepted, and whether to give up."""
+        """Make one connection and serve it to its end. Return (it was accepted, it is time to give up)."""
         try:
             link = Link(self._channel(), Line(self._options.backlog_frames_max))
         except SecurityError as error:
@@ -212,6 +216,9 @@ class Client:
             reason = "the server closed the connection"
         except (grpc.RpcError, PayloadError) as error:
             code, reason = _code(error), link.line.reason or _words(error)
+        except Exception as error:  # whatever it is, a learner goes on trying
+            log.exception("event=connection_failed address=%s", self._address)
+            reason = f"the connection failed: {error!r}"
         finally:
             self._link = self._attempt = None
             link.line.close(self._sink.disconnected, reason)
@@ -272,7 +279,7 @@ class Client:
         """Remember why we are not connected, and say so once for each new reason."""
         news = reason != self.trouble
         self.trouble = reason
-        if self._stopping.is_set() or not news:
+        if self._stopping.is_set() or not (news or final):
             return
         log.warning("event=not_connected address=%s final=%s reason=%r", self._address, final, reason)
         if refused:
@@ -324,7 +331,7 @@ class Client:
             link.cut(reason)
 
     def _download(self, link: Link, header: bytes, frames: Iterator[bytes]) -> None:
-        """Receive one transfer. PayloadError if it is damaged: then nothing behind it can be trusted either."""
+        """Receive one transfer. PayloadError if it is damaged: then what follows cannot be trusted either."""
         began = time.monotonic()
         try:
             incoming = wire.Incoming(header, self._sink.allocate, self._options)

@@ -10,6 +10,7 @@ owner calls `poll`. Start workers from a thread that lives as long as they shall
 thread.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -31,11 +32,11 @@ from archipel.errors import ConfigError
 
 LOG_TAIL_BYTES = 2000
 POLL_S = 0.02  # how often `stop` looks
+KILL_S = 10.0  # how long `stop` waits for what it has killed
 
 _PR_SET_PDEATHSIG = 1
 _LEADER_ONLY = (signal.SIGTERM, signal.SIGINT)  # orderly: the worker itself tells its courier
-_PAUSING = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGCONT)
-# Runs in the child before its program: sets the death signal there (threads may exist here, so no preexec_fn),
+# Runs in the child before its program: sets the death signal there (no preexec_fn: threads may exist here),
 # looks whether the parent died meanwhile, and becomes the program. A death signal outlives exec.
 _TRAMPOLINE = """
 import ctypes, os, sys
@@ -96,7 +97,7 @@ class _Worker:
     restart_at: float | None = None
     crashes: list[float] = field(default_factory=list)  # times within the window
     starts: int = 0
-    kill_asked: bool = False  # the next exit is our doing and no crash
+    killed_with: int | None = None  # dying of this signal is our doing and no crash
 
 
 class Launcher:
@@ -153,13 +154,14 @@ class Launcher:
     def poll(self) -> list[Exit]:
         """Return the exits since the last call, and do the restarts that are due. Never blocks."""
         now = time.monotonic()
-        exits = [self._note_exit(worker, now) for worker in self._workers.values() if _exited(worker)]
+        ended = [worker for worker in self._workers.values() if _exited(worker)]
+        exits = [self._note_exit(worker, now, restart=True) for worker in ended]
         for worker in self._workers.values():
             restart = worker.restart_at is not None and now >= worker.restart_at
             if restart or (worker.ended_at is not None and now >= worker.ended_at + self.options.remains_s):
                 self._reap(worker)
             if restart:
-                self._spawn(worker)
+                self._respawn(worker)
         return exits
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
@@ -171,20 +173,18 @@ class Launcher:
         worker = self._workers[name]
         if worker.process is None or not _runs(worker):
             return False
-        if number not in _PAUSING:
-            worker.kill_asked = True
+        worker.killed_with = number
         _send(worker.process, number)
         return True
 
     def stop(self, grace_s: float | None = None) -> list[Exit]:
-        """Ask all workers to stop, in the order they were started; kill what runs after the grace; return exits.
+        """Ask all workers to stop, in the order they were started; after the grace kill; return the exits.
 
         A second signal from the user ends the grace at once. Nothing is restarted afterwards. Twice is once.
         """
         deadline = time.monotonic() + (self.options.stop_grace_s if grace_s is None else grace_s)
         for worker in self._workers.values():
             worker.restart_at = None
-            worker.kill_asked = True
             if worker.process is not None and _runs(worker):
                 _send(worker.process, signal.SIGTERM)
                 _send(worker.process, signal.SIGCONT)  # a frozen one could not obey
@@ -192,14 +192,17 @@ class Launcher:
         while self._collect(exits) and time.monotonic() < deadline and self.stop_requests < 2:
             time.sleep(POLL_S)
         self._kill_all()
-        while self._collect(exits):
+        deadline = time.monotonic() + KILL_S
+        while self._collect(exits) and time.monotonic() < deadline:
             time.sleep(POLL_S)
+        for name in self.running:  # stuck in the kernel, on a dead disk perhaps: no signal helps
+            _log.error("worker_unkillable name=%s pid=%s", name, self.pid(name))
         for worker in self._workers.values():
             self._reap(worker)
         return exits
 
     def install_signal_handlers(self) -> None:
-        """Make Ctrl-C and SIGTERM set `stop_requests`, and a second one kill every worker at once. Main thread."""
+        """Let Ctrl-C and SIGTERM count `stop_requests`, and a second one kill every worker at once."""
         assert threading.current_thread() is threading.main_thread()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers.setdefault(number, signal.getsignal(number))
@@ -222,9 +225,10 @@ class Launcher:
         path.parent.mkdir(parents=True, exist_ok=True)
         worker.starts += 1
         worker.restart_at = None
-        worker.kill_asked = False
+        worker.killed_with = None
         with open(path, "ab", buffering=0) as log:
-            log.write(f"launch start={worker.starts} argv={' '.join(program.argv)}\n".encode())
+            with contextlib.suppress(OSError):  # a full disk is no reason not to start
+                log.write(f"launch start={worker.starts} argv={list(program.argv)}\n".encode())
             worker.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *program.argv],
                 env={**os.environ, **thread_environment(program.threads), **program.env},
@@ -236,50 +240,56 @@ class Launcher:
         _log.info("worker_started name=%s pid=%d start=%d", program.name, worker.process.pid, worker.starts)
         return worker.process.pid
 
-    def _note_exit(self, worker: _Worker, now: float) -> Exit:
+    def _respawn(self, worker: _Worker) -> None:
+        try:
+            self._spawn(worker)
+        except OSError as error:  # no process or memory to be had now: that may pass
+            worker.restart_at = time.monotonic() + self.options.backoff_s_max
+            _log.warning("worker_not_started name=%s reason=%s", worker.program.name, error)
+
+    def _note_exit(self, worker: _Worker, now: float, *, restart: bool) -> Exit:
         """Take note that a worker's process ended; decide whether it comes back."""
         assert worker.process is not None
-        code, number = _peek(worker.process.pid)
+        code, number = _peek(worker.process)
         worker.ended_at = now
-        options = self.options
-        looping = False
-        if worker.program.restart and code != 0:
-            if not worker.kill_asked:
-                recent = [at for at in worker.crashes if now - at < options.restarts_window_s]
-                worker.crashes = [*recent, now]
-            looping = len(worker.crashes) > options.restarts_max and not worker.kill_asked
-            doublings = 0 if worker.kill_asked else len(worker.crashes) - 1
-            # Not 2**n: a large n would overflow a float.
-            backoff_s = min(options.backoff_s_max, options.backoff_s_min * 2.0 ** min(doublings, 30))
-            worker.restart_at = None if looping else now + backoff_s
-        tail = "" if code == 0 else _tail(self.log_path(worker.program.name))
-        exit = Exit(worker.program.name, code, number, worker.restart_at, looping, tail)
-        self._report(exit, worker)
-        return exit
+        name = worker.program.name
+        tail = "" if code == 0 else _tail(self.log_path(name))
+        if code == 0 or not restart or not worker.program.restart:
+            ended = Exit(name, code, number, log_tail=tail)
+        elif worker.killed_with is not None and worker.killed_with in (number, *_LEADER_ONLY):
+            worker.restart_at = now + self.options.backoff_s_min
+            ended = Exit(name, code, number, worker.restart_at, log_tail=tail)
+        else:
+            worker.crashes = [at for at in worker.crashes if now - at < self.options.restarts_window_s]
+            worker.crashes.append(now)
+            looping = len(worker.crashes) > self.options.restarts_max
+            worker.restart_at = None if looping else now + self._backoff_s(len(worker.crashes))
+            ended = Exit(name, code, number, worker.restart_at, looping, tail)
+        self._report(ended, len(worker.crashes))
+        return ended
 
-    def _report(self, exit: Exit, worker: _Worker) -> None:
-        how = f"code={exit.code}" if exit.signal is None else f"signal={signal_name(exit.signal)}"
-        if not exit.crash_looping:
-            _log.info("worker_exited name=%s %s restart=%s", exit.name, how, exit.will_restart_at is not None)
+    def _backoff_s(self, crashes: int) -> float:
+        """Return the wait before the restart after so many crashes within the window, one or more."""
+        doubled_s = self.options.backoff_s_min * 2.0 ** min(crashes - 1, 30)  # bounded: floats overflow
+        return min(self.options.backoff_s_max, doubled_s)
+
+    def _report(self, ended: Exit, crashes: int) -> None:
+        how = f"code={ended.code}" if ended.signal is None else f"signal={signal_name(ended.signal)}"
+        if not ended.crash_looping:
+            _log.info(
+                "worker_exited name=%s %s restart=%s", ended.name, how, ended.will_restart_at is not None
+            )
             return
-        _log.error(
-            "worker_given_up name=%s %s crashes=%d window_s=%g log=%s tail:\n%s",
-            exit.name,
-            how,
-            len(worker.crashes),
-            self.options.restarts_window_s,
-            self.log_path(exit.name),
-            exit.log_tail,
-        )
+        path = self.log_path(ended.name)
+        message = "worker_given_up name=%s %s crashes=%d window_s=%g log=%s tail:\n%s"
+        _log.error(message, ended.name, how, crashes, self.options.restarts_window_s, path, ended.log_tail)
 
     def _collect(self, exits: list[Exit]) -> bool:
         """Add new exits, restarting nothing; return whether any worker still runs."""
         now = time.monotonic()
         for worker in self._workers.values():
             if _exited(worker):
-                exit = self._note_exit(worker, now)
-                worker.restart_at = None
-                exits.append(Exit(exit.name, exit.code, exit.signal, log_tail=exit.log_tail))
+                exits.append(self._note_exit(worker, now, restart=False))
         return bool(self.running)
 
     def _kill_all(self) -> None:
@@ -290,10 +300,9 @@ class Launcher:
     def _reap(self, worker: _Worker) -> None:
         """Kill what a dead worker left in its group, then let the kernel forget it."""
         if worker.process is not None and worker.ended_at is not None:
-            _send(worker.process, signal.SIGKILL)
-            worker.process.wait()
-            worker.process = None
-            worker.ended_at = None
+            process, worker.process, worker.ended_at = worker.process, None, None
+            _send(process, signal.SIGKILL)
+            process.wait()
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
@@ -368,14 +377,17 @@ def _runs(worker: _Worker) -> bool:
 
 def _exited(worker: _Worker) -> bool:
     """Whether a worker's process has ended since we last looked. It stays a zombie."""
-    return (
-        worker.process is not None and worker.ended_at is None and _peek(worker.process.pid) != (None, None)
-    )
+    if worker.process is None or worker.ended_at is not None:
+        return False
+    return _peek(worker.process) != (None, None)
 
 
-def _peek(pid: int) -> tuple[int | None, int | None]:
+def _peek(process: "subprocess.Popen[bytes]") -> tuple[int | None, int | None]:
     """Return the (code, signal) a child ended with, leaving it a zombie; (None, None) while it runs."""
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if not hasattr(os, "waitid"):  # macOS: it is reaped here, and its group's number may be used again
+        code = process.poll()
+        return (None, -code) if code is not None and code < 0 else (code, None)
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None, None
     if ended.si_code == os.CLD_EXITED:
@@ -384,7 +396,7 @@ def _peek(pid: int) -> tuple[int | None, int | None]:
 
 
 def _send(process: "subprocess.Popen[bytes]", number: int) -> None:
-    """Signal a worker's group, or it alone when the signal asks for an orderly stop. Its pid must not be reaped."""
+    """Signal a worker's group, or it alone when the signal asks for an orderly stop."""
     try:
         if number in _LEADER_ONLY:
             os.kill(process.pid, number)

@@ -1,8 +1,8 @@
 """What both ends of a connection share: frames to send, payloads to send, word to the owner, and counts.
 
 A part of the transport (DESIGN.md's network port, live). Invariants: a line tells its owner `connected`, then
-everything else, then `disconnected`, each of the two once; frames leave in the order they were put; of the payloads
-of one key only the newest waits.
+everything else, then `disconnected`, each of the two once; frames leave in the order they were put; of the
+payloads of one key only the newest waits.
 """
 
 import logging
@@ -115,7 +115,10 @@ class Outbox:
 
 
 class Threads(futures.Executor):
-    """A daemon thread for each task: gRPC's streams last as long as a connection, so a pool has nothing to reuse."""
+    """A daemon thread for each task: streams last as long as connections, a pool could reuse nothing.
+
+    `submit` never raises, for gRPC would stop serving: with no thread to be had, the future fails.
+    """
 
     def __init__(self) -> None:
         self._alive: set[threading.Thread] = set()
@@ -129,10 +132,11 @@ class Threads(futures.Executor):
             self._alive.add(thread)
         try:
             thread.start()
-        except RuntimeError:
+        except RuntimeError as error:
             with self._lock:
                 self._alive.discard(thread)
-            raise
+            log.error("event=no_thread alive=%d reason=%r", len(self._alive), str(error))
+            future.set_exception(error)
         return future
 
     def join(self, timeout_s: float) -> None:

@@ -6,9 +6,9 @@ A run has one authority, a directory made by `archipel certs DIR` or by the site
     syncer.pem  syncer.key  names the hosts it listens on; accepted from a listening worker
     learner.pem  learner.key, or NAME.pem  NAME.key for a worker of its own
 
-Whoever holds a certificate of the authority may join under any worker name: certificates keep strangers out, they do
-not tell members apart. Files are read again for every connection, so certificates rotate without a restart: issue
-new ones into the same directory. Private keys are written with mode 0600.
+Whoever holds a certificate of the authority may join under any worker name: certificates keep strangers out,
+they do not tell members apart. Files are read again for every connection, so certificates rotate without a
+restart: issue new ones into the same directory. Private keys are written with mode 0600.
 """
 
 import datetime
@@ -55,7 +55,7 @@ class Security:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for one connection, from the files as they are now. SecurityError if unusable."""
+        """Return credentials for one connection, from the files as they are. SecurityError if unusable."""
         ca, cert, key = self._read()
         return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
 
@@ -70,7 +70,7 @@ class Security:
             return None  # half-way through a rotation, or expired: gRPC goes on with the pair it has
 
     def _read(self) -> tuple[bytes, bytes, bytes]:
-        """Return the bytes of ca, certificate and key after checking that they fit together and are valid now."""
+        """Return the bytes of ca, certificate and key, checked to fit together and to be valid now."""
         ca, cert, key = (_bytes(path) for path in (self.ca, self.cert, self.key))
         authority, own = _certificate(self.ca, ca), _certificate(self.cert, cert)
         for path, certificate in ((self.ca, authority), (self.cert, own)):
@@ -107,15 +107,18 @@ def make_authority(
 ) -> list[Path]:
     """Make an authority for tests and small fleets, and return the files written.
 
-    hosts: names and addresses the syncer is reached by, beside localhost. workers: names with certificates of their
-    own, beside the shared `learner`. An authority that is there is kept and issues new certificates: this is how they
-    are rotated. Elliptic-curve keys (P-256). Valid for 10 years (authority) and 825 days.
+    hosts: names and addresses the syncer is reached by, beside localhost. workers: names with certificates of
+    their own, beside the shared `learner`. An authority that is there is kept and issues new certificates: so
+    they are rotated. Elliptic-curve keys (P-256). Valid for 10 years (authority) and 825 days.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     names = dict.fromkeys((*LOCAL_HOSTS, *hosts))
     written: list[Path] = []
     if not (folder / "ca.key").exists():
+        if (folder / "ca.pem").exists():
+            remedy = "run this where the authority's key is, or in an empty directory for a new authority"
+            raise SecurityError(f"{folder} has an authority's certificate but not its key: {remedy}")
         written += _make_root(folder)
     for name in dict.fromkeys(("syncer", "learner", *workers)):
         written += _issue(folder, name, list(names) if name == "syncer" else [])
@@ -128,8 +131,8 @@ def warn_if_open(listen: str, security: Security | None) -> str | None:
     if security is not None or host == "localhost" or host.startswith("unix:") or _is_loopback(host):
         return None
     return (
-        f"listening on {listen} without TLS: whoever reaches this port can read the weights and change them; "
-        "make certificates with `archipel certs DIR` and give every worker `--tls DIR`, or listen on 127.0.0.1"
+        f"listening on {listen} without TLS: whoever reaches this port can read and change the weights; "
+        "run `archipel certs DIR` and give every worker `--tls DIR`, or listen on 127.0.0.1"
     )
 
 
@@ -145,16 +148,20 @@ def explain(details: str, *, secured: bool) -> str | None:
         return (
             f"a certificate has expired ({details}): issue new ones with `archipel certs DIR` and copy them"
         )
-    if "certificate_verify_failed" in text or "unknown_ca" in text or "unknown ca" in text:
+    if "unsupported certificate purpose" in text:
+        return f"the server's certificate is not for serving ({details}): give it syncer.pem and syncer.key"
+    if "certificate_verify_failed" in text:
         return (
-            f"the server's certificate is not of our authority ({details}): copy one DIR of `archipel certs DIR` "
-            "to all workers of the run"
+            f"the server's certificate is not of our authority ({details}): copy one DIR of "
+            "`archipel certs DIR` to all workers of the run"
         )
-    if "wrong_version_number" in text or "ssl_error_ssl" in text or "tls handshake" in text:
+    if "ssl_error_ssl" in text or "tls handshake" in text:
         return f"TLS failed ({details}): do both sides use --tls, with files of one authority?"
-    if ("socket closed" in text or "connection reset" in text or "end of tcp stream" in text) and not secured:
-        return f"the server hung up on an open connection ({details}): if it uses TLS, give this worker --tls DIR too"
-    return None
+    if "socket closed" not in text and "connection reset" not in text:
+        return None
+    if secured:
+        return f"the server hung up ({details}): is our certificate of its authority? copy its DIR here"
+    return f"the server hung up on a plain connection ({details}): if it uses TLS, give --tls DIR here too"
 
 
 def _make_root(folder: Path) -> list[Path]:
@@ -164,6 +171,7 @@ def _make_root(folder: Path) -> list[Path]:
         _builder(key.public_key(), name, name, days=AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
     return _write_pair(folder, "ca", builder.sign(key, hashes.SHA256()), key)
 
@@ -184,6 +192,8 @@ def _issue(folder: Path, name: str, hosts: list[str]) -> list[Path]:
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(_authority_identifier(authority), critical=False)
     )
     if hosts:
         builder = builder.add_extension(
@@ -221,6 +231,11 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
+def _authority_identifier(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    # A site's own authority may well have an RSA key.
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())  # type: ignore[arg-type]
+
+
 def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
@@ -245,7 +260,7 @@ def _write_pair(
 
 
 def _replace(path: Path, content: bytes, *, mode: int) -> None:
-    """Write a file so that a reader sees the old or the new content, and a key is never readable by others."""
+    """Write a file so that a reader sees old or new content, and others never see a key."""
     draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
@@ -290,7 +305,9 @@ def _require_valid_now(path: Path, certificate: x509.Certificate) -> None:
     if now > certificate.not_valid_after_utc:
         remedy = f"issue a new one with `archipel certs {path.parent}`"
         if path.name == "ca.pem":
-            remedy = f"remove ca.pem and ca.key, run `archipel certs {path.parent}` and copy the files to all workers"
+            remedy = (
+                f"remove ca.pem and ca.key, run `archipel certs {path.parent}`, copy the files to all workers"
+            )
         raise SecurityError(f"{path} has expired on {certificate.not_valid_after_utc:%Y-%m-%d}: {remedy}")
     if now < certificate.not_valid_before_utc:
         since = f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"

@@ -49,10 +49,13 @@ class Region:
 
     @classmethod
     def create(cls, nbytes: int) -> "Region":
-        """Return a new region of zeros. The memory is claimed now: a lack of it is a ConfigError, not a SIGBUS."""
+        """Return a region of zeros. The memory is claimed now: lacking it is a ConfigError, not a SIGBUS."""
         assert nbytes > 0, nbytes
         fd = _unnamed_file()
         try:
+            # Asked for too much, the kernel would claim page after page until it has to kill somebody.
+            if nbytes > (available := _available_bytes()):
+                raise OSError(errno.ENOMEM, f"{available} bytes are available")
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, nbytes)
             else:
@@ -150,7 +153,7 @@ class SlotPool:
 
 
 class Channel:
-    """Frames of bytes, and descriptors with them, between two processes of one machine. For one thread at a time."""
+    """Frames of bytes, and descriptors with them, between two processes. For one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Wrap one end of a Unix stream pair. Use `pair` or `from_fd`."""
@@ -258,13 +261,11 @@ class Channel:
             self.flush()
 
     def _drain(self) -> None:
-        """Move what the kernel holds into the inbox, at most about one frame's worth more than a full frame."""
-        size = array.array("i").itemsize * DESCRIPTORS_MAX
+        """Move what the kernel holds into the inbox, until that surely holds a whole frame."""
+        space = socket.CMSG_SPACE(array.array("i").itemsize * DESCRIPTORS_MAX)
         while not self._ended and len(self._inbox) <= FRAME_BYTES_MAX + _HEADER.size:
             try:
-                data, ancillary, flags, _ = self._socket.recvmsg(
-                    _RECEIVE_BYTES, socket.CMSG_SPACE(size), _close_on_exec()
-                )
+                data, ancillary, flags, _ = self._socket.recvmsg(_RECEIVE_BYTES, space, _close_on_exec())
             except BlockingIOError:
                 return
             except OSError as error:
@@ -278,8 +279,8 @@ class Channel:
     def _keep_descriptors(self, ancillary: list[Any], flags: int) -> None:
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                whole = len(payload) - len(payload) % 4
-                received = array.array("i", payload[:whole])
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
                 for fd in received:
                     os.set_inheritable(fd, False)
                 self.descriptors.extend(received)
@@ -309,8 +310,17 @@ def _slot_bytes(slot_numel: int) -> int:
     return -(-slot_numel * 4 // ALIGNMENT) * ALIGNMENT
 
 
+def _available_bytes() -> int:
+    """Return the memory that can be had without swapping; where that is unknown, all the machine has."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _unnamed_file() -> int:
-    """Return a descriptor of a new file in memory that has no name, or of a temporary file already unlinked."""
+    """Return a descriptor of a file in memory that has no name, or of a temporary file already unlinked."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("archipel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fd, name = tempfile.mkstemp(prefix="archipel-")

@@ -1,17 +1,19 @@
-"""Messages and fragments between hosts: one listening port, connections outwards only, three gRPC streams a worker.
+"""Messages and fragments between hosts: one listening port, three gRPC streams a worker.
 
-The network port of DESIGN.md, live (Decoupled DiLoCo assumes one). Streams and frames are described in `wire`.
+The network port of DESIGN.md, live (Decoupled DiLoCo assumes one). Here is the listening end, in `dialing`
+the connecting one; `wire` describes streams and frames.
 
     connecting ── hello, verdict ──▶ connected ── closed · replaced · lost · left ──▶ gone
         ▲  └── refused, unreachable: pause with jitter, unless final                    │
         └──────────────────────────── pause with jitter ────────────────────────────────┘
 
-Invariants, for one worker: a sink hears `connected`, then everything received, then `disconnected`, each once;
-control frames come first in first out; a second connection of the same name ends the first before it begins.
+Invariants, for one worker: a sink hears `connected`, then everything received, then `disconnected`; control
+frames come first in first out; a second connection of the same name ends the first before it begins.
 Payload bytes are shared, not copied, between workers: a buffer must not change until it is sent.
 
-Threads: gRPC's sync server needs one for each open stream, so a connected worker costs a server three, a fourth
-while it uploads; they are made when needed, are daemons, and end with the stream. No process may fork once gRPC runs.
+Threads: gRPC's sync server needs one for each open stream, so a connected worker costs a server three, and a
+fourth while it uploads; they are made when needed, are daemons, and end with the stream. No process may fork
+once gRPC runs.
 """
 
 import logging
@@ -40,7 +42,7 @@ STREAMS_PER_WORKER = 3
 
 
 class ServerSink(Protocol):
-    """Who owns a server. Called from the transport's threads: must be thread-safe, quick, and may not raise."""
+    """Who owns a server. Called from the transport's threads: be thread-safe, quick, and do not raise."""
 
     def connected(self, worker: str) -> None: ...
 
@@ -50,10 +52,13 @@ class ServerSink(Protocol):
         """`payload`: the memory `allocate` gave, complete and checked; None for a control frame."""
 
     def allocate(self, worker: str, message: bytes, length: int) -> memoryview:
-        """Return `length` writable bytes, or raise PayloadError to refuse. No word comes if the upload then fails."""
+        """Return `length` writable bytes, or raise PayloadError to refuse.
+
+        No word comes if the upload then fails: let the memory go when nobody refers to it.
+        """
 
     def sent(self, worker: str, key: Any, bytes_: int, seconds: float) -> None:
-        """A bulk transfer was handed over completely; its buffer is free as far as this worker is concerned."""
+        """A bulk transfer was handed over completely: this worker needs its buffer no more."""
 
 
 @dataclass(eq=False)
@@ -65,6 +70,7 @@ class Session:
     line: Line
     context: grpc.ServicerContext
     outbox: Outbox = field(default_factory=Outbox)
+    upload: grpc.ServicerContext | None = None  # the one under way
     uploading: threading.Lock = field(default_factory=threading.Lock)  # one upload at a time
     downloading: threading.Lock = field(default_factory=threading.Lock)  # one download stream a connection
     status: grpc.StatusCode = grpc.StatusCode.ABORTED  # of the control stream, if we end it
@@ -113,7 +119,7 @@ class Server:
         return self._traffic.of(worker)
 
     def start(self) -> str:
-        """Listen, and return the "host:port" really bound. TransportError names address and remedy if it is taken."""
+        """Listen, and return the "host:port" really bound. TransportError if it is taken."""
         host, port = wire.split_address(self._listen, listening=True)
         handlers = {
             wire.CONTROL: grpc.stream_stream_rpc_method_handler(self._control),
@@ -142,7 +148,10 @@ class Server:
         return f"{host}:{bound}"
 
     def send(self, worker: str, message: bytes) -> None:
-        """Queue a control frame; never blocks. Dropped if the worker is gone; a worker that does not read is cut off."""
+        """Queue a control frame; never blocks. Dropped if the worker is gone.
+
+        A worker that lets `backlog_frames_max` of them wait is cut off.
+        """
         wire.check_frame(message, self._options)
         session = self._sessions.get(worker)
         if session is not None and not session.line.put(message):
@@ -153,8 +162,8 @@ class Server:
     ) -> None:
         """Queue a payload; never blocks. It takes the place of one of the same key that has not started.
 
-        checksum: `wire.checksum(payload)`; give it when several workers get the same buffer. The buffer must not
-        change until `sent`, or for good if the worker may be gone.
+        checksum: `wire.checksum(payload)`; give it when several workers get the same buffer. The buffer must
+        not change until `sent`, or ever if the worker may be gone.
         """
         wire.check_frame(message, self._options)
         view = wire.flat(payload)
@@ -164,13 +173,13 @@ class Server:
             session.outbox.put(Transfer(key, message, view, checksum))
 
     def close(self, worker: str, reason: str) -> None:
-        """End a worker's connection, behind the frames queued for it. Its client hears the reason and reconnects."""
+        """End a worker's connection behind the frames queued. Its client hears the reason and reconnects."""
         session = self._sessions.get(worker)
         if session is not None:
             self._close(session, reason)
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Close every connection and the port. Frames queued have `grace_s` to leave. Not from a sink's callback."""
+        """Close all connections and the port. What is queued has `grace_s`. Not from a sink's callback."""
         if self._server is None:
             return
         with self._lock:
@@ -198,7 +207,9 @@ class Server:
             yield wire.encode(verdict)
             return
         try:
-            self._threads.submit(self._read, session, requests)
+            reading = self._threads.submit(self._read, session, requests)
+            if reading.done() and reading.exception() is not None:
+                return
             yield wire.encode(verdict)
             for frame in session.line.frames():
                 self._traffic.add(session.worker, bytes_out=len(frame))
@@ -268,9 +279,11 @@ class Server:
             return wire.encode(wire.Receipt("not connected: say hello on the control stream first"))
         if not session.uploading.acquire(blocking=False):
             return wire.encode(wire.Receipt("another upload of this worker is under way: send one at a time"))
+        session.upload = context
         try:
-            reason = self._receive(session, requests)
+            reason = self._receive(session, requests) if session.line.live else "the connection was closed"
         finally:
+            session.upload = None
             session.uploading.release()
         if reason:
             log.warning("event=upload_refused worker=%r reason=%r", session.worker, reason)
@@ -340,3 +353,6 @@ class Server:
                 del self._sessions[session.worker]
         session.outbox.close()
         session.line.close(partial(self._sink.disconnected, session.worker), reason)
+        upload = session.upload
+        if upload is not None:
+            upload.cancel()  # its thread may wait for a chunk that never comes

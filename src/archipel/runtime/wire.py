@@ -1,11 +1,11 @@
 """What travels between two hosts: first frames, the framing of bulk transfers, and every limit on them.
 
 The network under DESIGN.md's picture (Decoupled DiLoCo leaves it open). Three streams a worker, on one port:
-control (small frames, first in first out both ways), uploads and downloads (bulk). A bulk transfer is a header
-frame `{message, length, checksum}` and then chunks that add up to `length` bytes.
+control (small frames, first in first out both ways), uploads and downloads (bulk). A bulk transfer is a
+header frame `{message, length, checksum}` and then chunks that add up to `length` bytes.
 
-Invariants: nothing is unpickled; a declared length is compared with the limit before memory is asked for; the end
-of a stream is not the end of a transfer: only `length` bytes with the right xxh3 are. Messages are opaque here.
+Invariants: nothing is unpickled; a declared length is compared with the limit before memory is asked for;
+the end of a stream is not the end of a transfer: only `length` bytes with the right xxh3 are.
 """
 
 import socket
@@ -32,12 +32,14 @@ T = TypeVar("T")
 
 
 class NetworkOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Section `[network]`: limits and patience of the transport. Both ends may differ, save for `frame_bytes_max`."""
+    """Section `[network]`: limits of what this end reads and sends, and its patience."""
 
     chunk_bytes: int = 1 << 20  # of a bulk transfer; larger is not faster
     frame_bytes_max: int = 4 << 20  # longest control frame or transfer message; the rest is refused unread
     transfer_bytes_max: int = 8 << 30  # longest payload; refused before memory is asked for
-    window_bytes: int = 0  # flow-control window of a stream; 0: gRPC follows the link's bandwidth and delay
+    # Flow-control window of a stream; 0: gRPC follows bandwidth × delay, at about 13 MB an upload. A
+    # fixed 1 MiB halves that and costs nothing on a local network, but holds 100 ms to 10 MB/s.
+    window_bytes: int = 0
     workers_max: int = 1024  # connections a server holds at once; each costs it about 4 threads
     backlog_frames_max: int = 4096  # control frames waiting for one worker: more, and it is cut off
     keepalive_s: float = 2.0  # a silent connection is asked for a sign of life this often
@@ -58,7 +60,7 @@ class NetworkOptions(Struct, frozen=True, forbid_unknown_fields=True):
             _require(getattr(self, name) > 0, f"network.{name}={getattr(self, name)} must be positive")
         _require(
             1 << 10 <= self.chunk_bytes <= 64 << 20,
-            f"network.chunk_bytes={self.chunk_bytes} must be between 1 KiB and 64 MiB; 1 MiB is a good choice",
+            f"network.chunk_bytes={self.chunk_bytes} must be between 1 KiB and 64 MiB: use 1 MiB",
         )
         _require(
             1 << 10 <= self.frame_bytes_max <= 1 << 30,
@@ -81,8 +83,8 @@ def _require(holds: bool, rule: str) -> None:
 def channel_options(options: NetworkOptions, *, serving: bool) -> list[tuple[str, int]]:
     """Return gRPC's arguments: size limits, and keepalive that notices a frozen peer within about 5 s.
 
-    `grpc.http2.ping_timeout_ms` is the one that counts (its default is 60 s), and a server must tolerate pings as
-    frequent as its clients', or it answers them with GOAWAY.
+    `grpc.http2.ping_timeout_ms` is the one that counts (its default is 60 s), and a server must tolerate
+    pings as frequent as its clients', or it answers them with GOAWAY.
     """
     message_bytes_max = max(options.chunk_bytes, options.frame_bytes_max) + ENVELOPE_BYTES
     keepalive_ms, timeout_ms = int(options.keepalive_s * 1000), int(options.keepalive_timeout_s * 1000)
@@ -116,7 +118,7 @@ def channel_options(options: NetworkOptions, *, serving: bool) -> list[tuple[str
 
 
 class Hello(Struct, frozen=True):
-    """The first control frame of a client. `token`: random, new for each connection; bulk streams repeat it."""
+    """The first control frame of a client. `token`: random, for this connection; bulk streams name it."""
 
     worker: str
     run: str  # "" accepts whatever run the server serves
@@ -207,7 +209,7 @@ def check_frame(frame: bytes, options: NetworkOptions) -> None:
 
 
 def chunks(payload: memoryview, chunk_bytes: int) -> Iterator[bytes]:
-    """Yield the payload in order as the bytes objects gRPC wants, one short-lived copy of a chunk at a time."""
+    """Yield the payload in order as the bytes objects gRPC wants: one short-lived copy at a time."""
     for start in range(0, payload.nbytes, chunk_bytes):
         yield bytes(payload[start : start + chunk_bytes])
 
@@ -277,7 +279,7 @@ def check_length(payload: memoryview, options: NetworkOptions) -> None:
 
 
 def split_address(address: str, *, listening: bool) -> tuple[str, int]:
-    """Return host and port of "host:port" (IPv6 in brackets). When listening an empty host means all interfaces."""
+    """Return host and port of "host:port" (IPv6 in brackets). Listening, an empty host is all interfaces."""
     host, colon, port = address.rpartition(":")
     if not host and listening:
         host = "0.0.0.0"
@@ -291,7 +293,7 @@ def split_address(address: str, *, listening: bool) -> tuple[str, int]:
 
 
 def resolve(host: str, seconds_max: float) -> None:
-    """Raise TransportError unless the name resolves in time: asked in a thread, for the system may take long."""
+    """Raise TransportError unless the name resolves in time; the system itself may take long."""
     answer: list[Exception | None] = []
 
     def ask() -> None:
@@ -322,7 +324,7 @@ def why_unbound(host: str, port: int) -> str:
             trial.listen(1)
     except OSError as error:
         words = error.strerror or str(error)
-    remedy = f"stop the process that listens there (`ss -ltnp 'sport = :{port}'` names it), or listen on another port"
+    remedy = f"stop what listens there (`ss -ltnp 'sport = :{port}'` names it), or listen on another port"
     if "in use" not in words:
         remedy = "listen on an address of this machine, with a port you may use (0 takes a free one)"
     return f"cannot listen on {host}:{port}: {words}; {remedy}"

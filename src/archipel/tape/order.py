@@ -1,13 +1,13 @@
-"""All tapes of a run as one sequence that respects happens-before (appendix E: vector clocks on FIFO channels).
+"""All tapes of a run as one sequence that respects happens-before (appendix E: clocks on FIFO channels).
 
-A record comes after the one before it on its own tape; a `Received` after the record that sent the message; and,
-where tapes carry clocks, after the record at which the other worker reached the component that became known.
-Among the records that may come next the earliest `t` is taken, then the first worker name: same tapes, same order,
-however much the hosts' clocks differ.
+A record comes after the one before it on its own tape; a `Received` after the record that sent the message;
+and, where tapes carry clocks, after the record at which the other worker reached the component that became
+known. Among the records that may come next the earliest `t` is taken, then the first worker name: same tapes,
+same order, however much the hosts' clocks differ.
 
-Messages carry no number, so a received one is matched with the first equal one sent on its channel that is later
-than the last match there: channels are first in, first out, and what a cut channel lost is skipped. A message that
-no tape sent (a tape is missing, or cut short by a kill) constrains nothing.
+Messages carry no number, so a received one is matched with the first equal one sent on its channel that is
+later than the last match there: channels are first in, first out, and what a cut channel lost is skipped. A
+message that no tape sent (its tape is missing or torn) waits only until nothing else may come.
 """
 
 from collections import Counter, deque
@@ -75,6 +75,7 @@ def _hash(message: Message) -> int:
 class _Merger:
     def __init__(self, lanes: list[_Lane]) -> None:
         self.lanes = lanes
+        self.names = {lane.worker for lane in lanes}
         self.reached: dict[str, int] = {}  # own clock component of each worker, as given out so far
 
     def __iter__(self) -> Iterator[tuple[str, Record]]:
@@ -106,9 +107,8 @@ class _Merger:
 
     def _clocks_reached(self, lane: _Lane) -> bool:
         news = lane.ahead[0].record.clock or {}
-        return all(
-            self.reached.get(worker, step) >= step for worker, step in news.items() if worker != lane.worker
-        )
+        others = self.names - {lane.worker}
+        return all(self.reached.get(worker, -1) >= step for worker, step in news.items() if worker in others)
 
     def _unblocked(self, heads: list[_Lane]) -> _Lane:
         """Choose where every next record waits: first for a message no tape sends, then for a clock alone."""

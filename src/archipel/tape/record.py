@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_type_hints
+from typing import Any, Union
 
 import msgspec
 import xxhash
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from ..errors import TapeError
 from ..protocol import messages
-from ..protocol.messages import Action, Event, Message
+from ..protocol.messages import Action, Event
 
 FORMAT = 1
 SEGMENT_MAX = 99_999
@@ -78,35 +78,11 @@ def _kinds(root: type) -> tuple[type, ...]:
     return tuple(kind for kind in found if kind is not root)
 
 
-# A field annotated `Message` would decode to the root class only. Each class that has one gets a twin with
-# the same tag and a union of all messages there; what the decoder returns is turned back into the class itself.
-_ANY_MESSAGE: Any = Union[_kinds(Message)]  # noqa: UP007 — built from a list
-_ORIGINAL: dict[type, type] = {}
-
-
-def _default(info: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
-    if info.default_factory is not msgspec.NODEFAULT:
-        return (msgspec.field(default_factory=info.default_factory),)
-    return () if info.default is msgspec.NODEFAULT else (info.default,)
-
-
-def _decodable(kind: Any) -> Any:
-    hints = get_type_hints(kind)
-    if Message not in hints.values():
-        return kind
-    fields = [
-        (each.name, _ANY_MESSAGE if hints[each.name] is Message else hints[each.name], *_default(each))
-        for each in msgspec.structs.fields(kind)
-    ]
-    twin = msgspec.defstruct(kind.__name__, fields, frozen=True, tag=kind.__struct_config__.tag)
-    _ORIGINAL[twin] = kind
-    return twin
-
-
 def _union_of(root: type) -> Any:
-    return Union[tuple(_decodable(kind) for kind in _kinds(root))]  # noqa: UP007 — built from a list
+    return Union[_kinds(root)]  # noqa: UP007 — built from a list
 
 
+# A field annotated with a root class would decode to that root only: the decoder is told all its kinds.
 _LINE: Any = msgspec.defstruct(
     "Line",
     [
@@ -121,11 +97,6 @@ _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_LINE)
 _LENIENT = msgspec.json.Decoder(_LINE, strict=False)  # takes "inf" where a number belongs
 _NOT_FINITE = re.compile(rb'"(nan|-?inf)"')
-
-
-def _original(value: Any) -> Any:
-    kind = _ORIGINAL.get(type(value))
-    return value if kind is None else kind(*msgspec.structs.astuple(value))
 
 
 def _spelled(value: Any) -> Any:
@@ -155,7 +126,7 @@ def decode(body: bytes) -> Record:
         if not _NOT_FINITE.search(body):
             raise
         line = _LENIENT.decode(body)
-    return Record(line.i, line.t, _original(line.event), tuple(map(_original, line.actions)), line.clock)
+    return Record(line.i, line.t, line.event, line.actions, line.clock)
 
 
 def guard(body: bytes) -> bytes:
@@ -184,7 +155,10 @@ def segments(path: Path) -> list[Path]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a file's name: `a.b.00001.jsonl.zst` to ("a.b", "00001"), `a.b.jsonl` to ("a.b", ""), others to blanks."""
+    """Return the tape and the segment number in a file's name.
+
+    ("a.b", "00001") for `a.b.00001.jsonl.zst`, ("a.b", "") for `a.b.jsonl`, two blanks where it is no tape's.
+    """
     stem = name.removesuffix(".zst").removesuffix(".jsonl")
     if not name.endswith((".jsonl", ".jsonl.zst")):
         return "", ""

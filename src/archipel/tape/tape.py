@@ -187,7 +187,7 @@ def _compress(plain: Path) -> None:
 class TapeTail:
     """Reads one tape over all its segments, once; `poll` or a new loop goes on where the last one stopped.
 
-    header: of the segment read last, None while it is not whole. closed: the reason given at the end; None before.
+    header: of the segment read last, None while it is not whole. closed: the reason given at the end, if any.
     torn_bytes: length of a last line that is not whole (yet), which is what a kill in mid-write leaves.
     """
 

@@ -408,8 +408,8 @@ def _modules(root: Path) -> Iterator[str]:
 def default_corpus(cache: Path | str, tokenizer: str = "bytes", *, again: bool = False) -> Path:
     """Return the token file of the standard library's text, made in `cache` unless it is there.
 
-    Its name carries a digest of the text and of the tokenizer: another Python makes another file. again: make it
-    even if it is there (it may be damaged).
+    Its name carries a digest of the text and of the tokenizer: another Python makes another file. again: make
+    it even if it is there (it may be damaged).
     """
     texts = python_library()
     hasher = xxhash.xxh3_128(f"{FORMAT} {tokenizer_digest(tokenizer)}".encode())

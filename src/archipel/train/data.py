@@ -1,19 +1,22 @@
 """Batches for learners: a sharded, resumable stream over tokens or images, and fixed batches to validate on.
 
-A batch is a pure function of (seed, shard, position), so that a learner that restarts goes on where it died, and
-a replay reads what the run read. `position` counts tokens drawn from a shard, whatever the batch size was: it
-may change at any time. A token is a token of text; of images a token is one image, and a window holds one.
+A batch is a pure function of (seed, shard, position), so that a learner that restarts goes on where it died,
+and a replay reads what the run read. `position` counts tokens drawn from a shard, whatever the batch size
+was: it may change at any time. A token is a token of text; of images a token is one image, and a window holds
+one.
 
-Tokens are cut into N windows: with sequence S, window w has tokens w·S … w·S+S−1 as inputs and the next ones as
-targets; what fills no window at the end is never read. All shards walk one circle of the N windows, shuffled by
-a permutation written down in this file, and start at different places, 1/shards of the circle apart. So
+Tokens are cut into N windows: with sequence S, window w has tokens w·S … w·S+S−1 as inputs and the next ones
+as targets; what fills no window at the end is never read. All shards walk one circle of the N windows,
+shuffled by a permutation written down in this file, and start at different places, 1/shards of the circle
+apart. So
 
 * shards that have drawn equally much never share a window, and when each has walked to the next one's start,
   every window was read exactly once, whether or not N divides by the shards (stretches then differ by one);
 * one shard alone reads all N windows before it repeats any; its next lap has a new permutation.
 
-Starts are handed out by bit reversal (of 64: 0, 32, 16, 48, …): the fewer shards are in use, the longer they stay
-apart. Workers of one run must agree on seed, sequence and shards, and the data's digest: these define the windows.
+Starts are handed out by bit reversal (of 64: 0, 32, 16, 48, …): the fewer shards are in use, the longer they
+stay apart. Workers of one run must agree on seed, sequence and shards, and the data's digest: these define
+the windows.
 """
 
 import mmap
@@ -32,7 +35,7 @@ from archipel.train.corpus import TokenHeader, default_corpus, open_tokens, toke
 from archipel.train.models import Batch
 from archipel.train.options import DataOptions, check
 
-ROUNDS = 6  # of the Feistel network; four are enough for strong round functions
+ROUNDS = 6  # of the Feistel network, an even number; four are enough for strong round functions
 JOURNAL = struct.Struct("<qqq")
 
 
@@ -46,26 +49,27 @@ def mixed(value: np.ndarray) -> np.ndarray:
 def permuted(indices: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:
     """Return the places of `indices` in the permutation of 0 … count−1 that `key` names.
 
-    A balanced Feistel network permutes the next power of four; a value that lands outside walks on until it
-    is inside, and it stays a permutation. No library's generator: they change between versions, this may not.
+    A Feistel network permutes the next power of two; a value that lands outside walks on until it is inside,
+    and it stays a permutation. No library's generator: they change between versions, this may not.
     """
-    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
+    bits = max(2, (count - 1).bit_length())
+    low_bits = np.uint64(bits // 2)
+    masks = np.uint64((1 << (bits - bits // 2)) - 1), np.uint64((1 << bits // 2) - 1)
     keys = [_round_key(key, number) for number in range(ROUNDS)]
     values = np.array(indices, dtype=np.uint64)
-    outside = np.ones(values.shape, dtype=bool)
-    while outside.any():
-        left, right = values[outside] >> half, values[outside] & mask
-        for round_key in keys:
-            left, right = right, left ^ (mixed(right + round_key) & mask)
-        values[outside] = (left << half) | right
-        outside = values >= np.uint64(count)
+    outside = np.arange(values.size)
+    while outside.size:
+        high, low = values[outside] >> low_bits, values[outside] & masks[1]
+        for number, round_key in enumerate(keys):  # the halves trade places; an even number brings them back
+            high, low = low, high ^ (mixed(low + round_key) & masks[number % 2])
+        values[outside] = (high << low_bits) | low
+        outside = outside[values[outside] >= np.uint64(count)]
     return values.astype(np.int64)
 
 
 def _round_key(key: tuple[int, ...], number: int) -> np.uint64:
     """Return a 64-bit key; the hash of the text is the same on every machine."""
-    return np.uint64(xxhash.xxh3_64_intdigest(repr((*key, number)).encode()))
+    return np.uint64(xxhash.xxh3_64_intdigest(repr((*map(int, key), number)).encode()))
 
 
 def starting_order(shards: int) -> list[int]:
@@ -80,7 +84,7 @@ class Walk:
 
     def __init__(self, windows: int, *, seed: int, shard: int, shards: int) -> None:
         if not 0 <= shard < shards:
-            raise DataError(f"shard {shard} is out of range: data.shards={shards}, so 0 to {shards - 1}")
+            raise DataError(f"shard {shard} is out of range: data.shards={shards} allows 0 to {shards - 1}")
         if windows < shards:
             raise DataError(
                 f"the training data has {windows} windows, fewer than data.shards={shards}: "
@@ -110,10 +114,10 @@ class JournalEntry(NamedTuple):
 
 
 class Journal:
-    """Three 8-byte numbers in a memory-mapped file: they survive the death of the process, not of the machine.
+    """Three 8-byte numbers in a memory-mapped file: they survive a death of the process, not of the machine.
 
-    Position is written before consumed. A process killed between the two never returned that batch; its tokens are
-    skipped by whoever goes on from the position, and counted by nobody.
+    Position is written before consumed. A process killed between the two never returned that batch; its
+    tokens are skipped by whoever goes on from the position, and counted by nobody.
     """
 
     def __init__(self, path: Path | str, shard: int, position: int) -> None:
@@ -157,7 +161,8 @@ class Cursor:
         if position < 0:
             raise DataError(f"position {position} is negative: a position counts tokens drawn, from 0")
         self._walk, self._size = walk, tokens_per_window
-        # Of a position inside a window (the sequence length was another then) the rest is skipped, not repeated.
+        # Of a position inside a window (the sequence length was another then) the rest is skipped, not
+        # repeated.
         self._drawn = -(-position // tokens_per_window)
         self.consumed = 0
         self._journal = Journal(journal, shard, self.position) if journal else None
@@ -213,7 +218,7 @@ class TokenStream:
 
 
 class ImageStream:
-    """Endless batches of one shard of labelled images; the interface of TokenStream with an image for a token."""
+    """Endless batches of one shard of labelled images; as TokenStream, with an image for a token."""
 
     sequence = 1
 
@@ -248,11 +253,11 @@ class ImageStream:
 
 
 def windows_of(tokens: np.ndarray, sequence: int) -> np.ndarray:
-    """Return a view (windows, sequence + 1) of the tokens; a window's last token is the next one's first."""
+    """Return a view (windows, sequence + 1); a window's last token is the next one's first."""
     count = (len(tokens) - 1) // sequence
     if count < 1:
         raise DataError(
-            f"{len(tokens)} tokens are fewer than one window of data.sequence={sequence} and its last target: "
+            f"{len(tokens)} tokens are fewer than one window of data.sequence={sequence} and a last target: "
             "use a shorter data.sequence or more text"
         )
     step = tokens.strides[0]
@@ -275,7 +280,8 @@ def image_batch(images: np.ndarray, labels: np.ndarray, chosen: np.ndarray) -> B
 def split(count: int, valid_fraction: float) -> int:
     """Return where validation begins: tokens (or images) from there on are never trained on.
 
-    It does not depend on the sequence length, so that runs with different ones are validated on the same text.
+    It does not depend on the sequence length, so that runs with different ones are validated on the same
+    text.
     """
     return count - int(count * valid_fraction)
 
@@ -320,7 +326,7 @@ class TokenData:
 
 
 class ImageData:
-    """scikit-learn's handwritten digits: 1,797 images of 8 by 8 pixels in one channel, values 0…1, 10 classes."""
+    """scikit-learn's digits: 1,797 images of 8 by 8 pixels in one channel, values 0…1, 10 classes."""
 
     def __init__(self, options: DataOptions) -> None:
         try:
@@ -391,7 +397,7 @@ def _open_default(options: DataOptions) -> tuple[TokenHeader, np.ndarray]:
     """The default corpus is ours to make: a damaged one is made again."""
     tokenizer = options.tokenizer or "bytes"
     try:
-        return open_tokens(default_corpus(options.cache, tokenizer))
+        return open_tokens(default_corpus(options.cache, tokenizer), verify=options.verify)
     except DataError:
         return open_tokens(default_corpus(options.cache, tokenizer, again=True))
 

@@ -37,6 +37,10 @@ class Batch(NamedTuple):
     inputs: Tensor
     targets: Tensor
 
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on a device."""
+        return Batch(self.inputs.to(device), self.targets.to(device))
+
 
 class Rotary:
     """Tables of the rotary embedding, made when first asked for.
@@ -313,8 +317,16 @@ def _vision(transformers: Any, options: ModelOptions) -> nn.Module:
 
 def logits(model: nn.Module, inputs: Tensor) -> Tensor:
     """Return (…, classes) from our models and from those of transformers."""
-    output = model(inputs)
+    return _scores(model(inputs))
+
+
+def _scores(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the model's first parameter is; batches go there."""
+    return next(model.parameters()).device
 
 
 def token_count(batch: Batch) -> int:
@@ -328,14 +340,18 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     In training a router's balancing loss is added, times the number of tokens: the mean then carries it once.
     """
     output = model(batch.inputs)
-    scores = output if isinstance(output, Tensor) else output.logits
-    total = F.cross_entropy(
-        scores.flatten(0, -2).float(), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    total = cross_entropy(_scores(output), batch.targets)
     balance = getattr(output, "aux_loss", None)
     if balance is None or not model.training:
         return total
     return total + model.config.router_aux_loss_coef * balance * token_count(batch)
+
+
+def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum over targets, in float32. scores: (…, classes), targets: (…) int64."""
+    return F.cross_entropy(
+        scores.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,0 +1,5 @@
+"""`python -m archipel`."""
+
+from .cli import main
+
+main()

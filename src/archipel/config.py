@@ -1,0 +1,182 @@
+"""One TOML file, one tree of small frozen option classes: load, override, validate.
+
+Each section's class lives beside its owner; nothing below this file reads the whole tree. Rules between sections, and
+warnings that no single class can give, are here.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from .errors import ConfigError
+from .protocol.schedule import SyncOptions
+from .runtime.checkpoint import CheckpointOptions
+from .runtime.launch import LaunchOptions
+from .runtime.wire import NetworkOptions
+from .train.options import DataOptions, EvaluateOptions, ModelOptions, OptimizerOptions, check
+
+MOMENTUM_ROUNDS = 100  # rounds per fragment below which a high outer momentum overshoots (spec, section 1)
+MOMENTUM_SHORT = 0.7
+
+
+class RunOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Section `[run]`."""
+
+    name: str = "run"  # its identity: workers of another run are refused
+    seed: int = 0  # added to the seeds of model and data
+    out: str = "out"  # folder in which run folders are made
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything a run can be told."""
+
+    run: RunOptions = RunOptions()
+    sync: SyncOptions = SyncOptions()
+    model: ModelOptions = ModelOptions()
+    data: DataOptions = DataOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    evaluate: EvaluateOptions = EvaluateOptions()
+    network: NetworkOptions = NetworkOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    launch: LaunchOptions = LaunchOptions()
+
+
+def load(path: str | Path | None, overrides: list[str] | None = None) -> Config:
+    """Return the checked configuration of a TOML file, with `section.key=value` overrides applied.
+
+    Raises ConfigError that names the option, its value and the rule it breaks.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give the path of a run's TOML file") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from None
+    for override in overrides or []:
+        _override(tree, override)
+    return from_tree(tree)
+
+
+def from_tree(tree: dict[str, Any]) -> Config:
+    """Return the checked configuration that nested plain data stands for."""
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}; `archipel train --help` shows where options are listed") from None
+    validate(config)
+    return config
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, separator, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not separator or len(parts) != 2:
+        raise ConfigError(f"--set {text!r} is not section.key=value, as in sync.learners=4")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a bare word is a string
+    tree.setdefault(parts[0], {})[parts[1]] = parsed
+
+
+def validate(config: Config) -> None:
+    """Raise ConfigError where options cannot work together."""
+    for section in ("model", "data", "optimizer", "evaluate"):
+        check(section, getattr(config, section))
+    for rule in _broken_rules(config.sync):
+        raise ConfigError(f"sync.{rule}")
+    if config.sync.learners > config.data.shards:
+        raise ConfigError(
+            f"sync.learners={config.sync.learners} exceeds data.shards={config.data.shards}: "
+            "every learner reads a shard of its own; raise data.shards"
+        )
+
+
+def _broken_rules(sync: SyncOptions) -> list[str]:
+    broken = []
+    positive = ("steps", "learners", "quorum", "fragments", "interval_steps", "pulls_max", "checkpoint_rounds")
+    for name in positive:
+        if getattr(sync, name) < 1:
+            broken.append(f"{name}={getattr(sync, name)} must be at least 1")
+    if sync.fragments > sync.interval_steps:
+        broken.append(
+            f"fragments={sync.fragments} exceeds sync.interval_steps={sync.interval_steps}: "
+            f"a fragment would never be due; use at most {sync.interval_steps}"
+        )
+    if sync.overlap_steps < 0:
+        broken.append(f"overlap_steps={sync.overlap_steps} must not be negative")
+    if sync.fragments == sync.interval_steps and 0 < sync.interval_steps <= sync.overlap_steps:
+        broken.append(
+            f"overlap_steps={sync.overlap_steps} is not below sync.interval_steps={sync.interval_steps}: "
+            "a fragment would be due while its last update is in flight; use a smaller overlap"
+        )
+    if sync.quorum > sync.learners:
+        broken.append(
+            f"quorum={sync.quorum} exceeds sync.learners={sync.learners}: no tick could ever close; "
+            "lower the quorum or plan for more learners"
+        )
+    for name, low, high in (("local_share", 0.0, 1.0), ("outer_momentum", 0.0, 1.0), ("grace_margin", 0.0, 1.0)):
+        if not low <= getattr(sync, name) < high:
+            broken.append(f"{name}={getattr(sync, name)} must be in [{low}, {high})")
+    if not 0 < sync.outer_lr < 100:
+        broken.append(f"outer_lr={sync.outer_lr} must be positive and below 100")
+    if sync.codec_block < 2 or sync.codec_block % 2:
+        broken.append(f"codec_block={sync.codec_block} must be even and at least 2; use 128")
+    if sync.max_lead_steps is not None and sync.max_lead_steps < sync.overlap_steps:
+        broken.append(
+            f"max_lead_steps={sync.max_lead_steps} is below sync.overlap_steps={sync.overlap_steps}: "
+            "a learner would wait for updates that may still be in flight; use at least the overlap"
+        )
+    for name in ("heartbeat_s", "silence_s", "pull_deadline_s"):
+        if getattr(sync, name) <= 0:
+            broken.append(f"{name}={getattr(sync, name)} must be positive")
+    if sync.silence_s <= 2 * sync.heartbeat_s:
+        broken.append(
+            f"silence_s={sync.silence_s} is not above two sync.heartbeat_s={sync.heartbeat_s}: "
+            "live learners would be taken for dead; raise it"
+        )
+    return broken
+
+
+def warnings(config: Config) -> list[str]:
+    """Return what is allowed but unwise."""
+    sync = config.sync
+    found = []
+    rounds = sync.steps // sync.interval_steps
+    if rounds < MOMENTUM_ROUNDS and sync.outer_momentum > MOMENTUM_SHORT:
+        found.append(
+            f"sync.outer_momentum={sync.outer_momentum} overshoots in a run of {rounds} rounds per fragment "
+            f"(fewer than {MOMENTUM_ROUNDS}): 0.5 is a good choice"
+        )
+    return found
+
+
+def settings_of(config: Config, **extra: Any) -> dict[str, Any]:
+    """Return what a syncer hands every learner: the sections they must agree on, as plain data."""
+    agreed = {name: getattr(config, name) for name in ("run", "sync", "model", "data", "optimizer")}
+    return {**msgspec.to_builtins(agreed), **extra}
+
+
+def dump(config: Config) -> str:
+    """Return the whole configuration as TOML."""
+    lines: list[str] = []
+    for section, options in msgspec.to_builtins(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml(value)}" for key, value in options.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()  # a JSON string is a TOML basic string
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,286 @@
+"""A learner as a training script sees it: the wrap around a user's loop, and the process with a built-in model."""
+
+import os
+import secrets
+import signal
+import socket
+import time
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from ..config import Config, from_tree
+from ..errors import ConfigError, DataError
+from ..protocol.schedule import SyncOptions
+from ..runtime.wire import NetworkOptions
+from ..train import data, loop, models
+from ..train.data import read_journal
+from .trainer import Trainer
+
+
+class Learner:
+    """One learner of a run: joins it, and keeps a training loop in step with it without ever blocking it.
+
+        with archipel.Learner(model, optimizer, scheduler=None, syncer="10.0.0.1:7000") as learner:
+            for batch in loader:
+                loss = model(batch).loss
+                loss.backward(); optimizer.step(); optimizer.zero_grad()
+                learner.step(tokens=batch.numel())
+                if learner.done: break
+
+    Entering waits until the run's settings and weights are adopted. A process of its own (the courier) does all the
+    networking. Raises JoinRefused when the syncer turns the learner away, WorkerDied when the courier is gone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        syncer: str,
+        name: str = "",
+        run: str = "",
+        out: str | Path = "out/learner",
+        tls: str | Path = "",
+        role: str = "learner",
+        network: NetworkOptions | None = None,
+    ) -> None:
+        """syncer: "host:port". name: unique in the run; the same name continues its shard of the data.
+
+        run: refuse any other run. out: folder for the tape and, with `archipel.train.data`, the data journal. tls:
+        folder made by `archipel certs`. scheduler: a torch scheduler that counts steps; it follows the run's tick.
+        """
+        self.model, self.optimizer = model, optimizer
+        self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        self.out = Path(out)
+        self._scheduler = scheduler
+        self._scheduled = 0
+        self._arguments = ["--name", self.name, "--role", role, "--syncer", syncer, "--run", run]
+        self._arguments += ["--out", str(out), "--tls", str(tls)]
+        self._arguments += ["--network", msgspec.json.encode(network or NetworkOptions()).decode()]
+        self._trainer: Trainer | None = None
+        self.settings: dict[str, Any] = {}
+
+    @property
+    def journal(self) -> Path:
+        """File in which a data stream of archipel notes its position, so that a killed learner's is known."""
+        return self.out / "journal" / f"{self.name}.bin"
+
+    def __enter__(self) -> "Learner":
+        self.connect()
+        self.adopt()
+        return self
+
+    def connect(self) -> dict[str, Any]:
+        """Join the run as far as its settings, which are returned. `adopt` does the rest."""
+        position: list[str] = []
+        if self.journal.exists():
+            entry = read_journal(self.journal)
+            position = ["--shard", str(entry.shard), "--position", str(entry.position)]
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._trainer = Trainer(self._arguments + position)
+        try:
+            self.settings = self._trainer.settings()
+        except BaseException:
+            self._trainer.close("not admitted")
+            raise
+        return self.settings
+
+    def adopt(self) -> None:
+        """Take over the run's weights and its place in the schedule."""
+        try:
+            self.trainer.adopt(self.model)
+            self._follow_schedule()
+        except BaseException:
+            self.trainer.close("could not adopt the run's weights")
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.trainer.close("" if kind is None else f"{kind.__name__}: {error}"[:200])
+
+    @property
+    def trainer(self) -> Trainer:
+        """The half of this learner that lives here."""
+        if self._trainer is None:
+            raise ConfigError("a Learner works inside `with`: nothing has joined yet")
+        return self._trainer
+
+    def step(self, tokens: int) -> None:
+        """Say that one optimizer step over `tokens` tokens is done; let updates land. Never waits for the network.
+
+        Call it once per optimizer step: with gradient accumulation after the last micro-batch, with their sum.
+        """
+        if tokens < 0:
+            raise ConfigError(f"learner.step(tokens={tokens}): a step consumes no negative number of tokens")
+        self.trainer.step(tokens)
+        self._follow_schedule()
+
+    def _follow_schedule(self) -> None:
+        if self._scheduler is None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of scheduler steps before an optimizer step
+            while self._scheduled < self.tick:
+                self._scheduler.step()
+                self._scheduled += 1
+
+    @property
+    def options(self) -> SyncOptions:
+        """The run's synchronisation options."""
+        return self.trainer.options
+
+    @property
+    def shard(self) -> int:
+        """Number of the part of the data this learner reads; nobody else reads it."""
+        build = self.trainer.build
+        return build.shard if build is not None else -1
+
+    @property
+    def position(self) -> int:
+        """Tokens of the shard that were consumed before this learner started."""
+        build = self.trainer.build
+        return build.position if build is not None else 0
+
+    @property
+    def step_count(self) -> int:
+        """Inner steps of this learner."""
+        return self.trainer.step_count
+
+    @property
+    def tick(self) -> int:
+        """The run's global step, as far as heard: what learning rate schedules follow."""
+        return self.trainer.tick
+
+    @property
+    def round(self) -> int:
+        """Merges that the weights held here have been through, over all fragments."""
+        return sum(version for version in self.trainer.versions if version > 0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over."""
+        return self.trainer.done
+
+
+# ---- the process with a built-in model ----
+
+
+def agreed(config: Config, settings: dict[str, Any]) -> Config:
+    """Return our configuration with the run's settings in it; only what is local to this host stays ours."""
+    theirs = from_tree(settings)
+    local = {"path": config.data.path or theirs.data.path, "cache": config.data.cache}
+    return msgspec.structs.replace(
+        config,
+        run=msgspec.structs.replace(theirs.run, out=config.run.out),
+        sync=theirs.sync,
+        model=theirs.model,
+        data=msgspec.structs.replace(theirs.data, batch=config.data.batch, **local),
+        optimizer=theirs.optimizer,
+    )
+
+
+def train(config: Config, learner: Learner, *, threads: int = 0) -> None:
+    """Join the run, build its model, and train on this learner's shard until the run is done or SIGTERM comes."""
+    if threads:
+        torch.set_num_threads(threads)
+    stop = StopFlag()
+    config = agreed(config, learner.connect())
+    if learner.done:
+        return
+    corpus = data.load(config.data)
+    if corpus.vocabulary > (config.model.classes if config.model.kind == "vit" else config.model.vocabulary):
+        raise DataError(
+            f"the data here has {corpus.vocabulary} entries, the run's model {config.model.vocabulary}: "
+            "prepare it with the run's tokenizer"
+        )
+    learner.model = models.build(config.model)
+    learner.adopt()
+    learner.journal.parent.mkdir(parents=True, exist_ok=True)
+    stream = corpus.stream(learner.shard, learner.position, learner.journal)
+    metrics = Metrics(learner.out / "metrics.jsonl", learner)
+    with Parting(learner):
+        loop.run(
+            learner.model,
+            stream,
+            _Until(learner, stop),
+            config.optimizer,
+            batch=config.data.batch,
+            steps=config.sync.steps,
+            watch=metrics.note,
+        )
+
+
+class Parting:
+    """Closes a learner that was entered in two steps, with the reason."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        self._learner.__exit__(*error)
+
+
+class StopFlag:
+    """Set by SIGTERM or Ctrl-C: the step under way ends, then the learner says goodbye."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.reason = signal.Signals(number).name
+
+
+class _Until:
+    """A learner that is also done when the process was asked to stop."""
+
+    def __init__(self, learner: Learner, stop: StopFlag) -> None:
+        self._learner, self._stop = learner, stop
+
+    @property
+    def done(self) -> bool:
+        return self._learner.done or bool(self._stop.reason)
+
+    @property
+    def tick(self) -> int:
+        return self._learner.tick
+
+    def step(self, tokens: int) -> None:
+        self._learner.step(tokens)
+
+
+class Metrics:
+    """Appends one line a second to a run's `metrics.jsonl`; lines of several processes do not mix."""
+
+    EVERY_S = 1.0
+
+    def __init__(self, path: Path, learner: Learner) -> None:
+        self._path, self._learner = path, learner
+        self._written_at = 0.0
+
+    def note(self, step: int, loss: float, tokens: int) -> None:
+        """Take one step's loss."""
+        if time.monotonic() - self._written_at >= self.EVERY_S:
+            self._written_at = time.monotonic()
+            self.write(kind="train", step=step, tick=self._learner.tick, loss=loss)
+
+    def write(self, **values: Any) -> None:
+        """Append one line now."""
+        line = msgspec.json.encode({"time": time.time(), "worker": self._learner.name, **values}) + b"\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,391 @@
+"""The syncer process: the machine, a server, one thread for tensors and one for checkpoints.
+
+The machine's thread decides and sends; the tensor thread folds and merges in the order asked and posts the outcome;
+checkpoints are written from values that later merges replace but do not change, so that no round waits for a disk.
+"""
+
+import logging
+import os
+import platform
+import queue
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .. import config as configuration
+from ..errors import CheckpointError, ModelError, PayloadError
+from ..protocol import messages as m
+from ..protocol.syncer import SyncerMachine, SyncerState
+from ..runtime import checkpoint, security, wire
+from ..runtime.host import Host, decode_envelope
+from ..runtime.transport import Server
+from ..tape.tape import Header, TapeWriter, tape_path
+from ..train import data, models
+from ..train.compute import FragmentState, OuterState
+from ..train.options import ModelOptions, fit
+from ..train.parameters import synchronised
+
+log = logging.getLogger("archipel")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one checkpoint holds, taken at one moment."""
+
+    round: int
+    states: list[FragmentState]
+    machine: bytes
+
+
+class SyncerRole:
+    """The transport's sink and the host's port of the syncer."""
+
+    def __init__(self, machine: SyncerMachine, outer: OuterState, tape: TapeWriter, directory: Path) -> None:
+        self.machine = machine
+        self.outer = outer
+        self.tape = tape
+        self.host = Host(machine, self, tape, name=m.SYNCER)
+        self.server: Server | None = None
+        self.keep = 3
+        self._directory = directory
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._encoded: dict[int, tuple[int, Any, int]] = {}  # fragment -> (version, bytes, checksum)
+        self._threads = [
+            threading.Thread(target=self._compute, name="archipel-tensors", daemon=True),
+            threading.Thread(target=self._write_checkpoints, name="archipel-checkpoints", daemon=True),
+        ]
+
+    # ---- the network's words, from its threads ----
+
+    def connected(self, worker: str) -> None:
+        self.host.post(m.Connected(worker))
+
+    def disconnected(self, worker: str, reason: str) -> None:
+        self.host.post(m.Disconnected(worker, reason))
+
+    def received(self, worker: str, message: bytes, payload: memoryview | None, seconds: float) -> None:
+        try:
+            self.host.deliver(worker, message, payload)
+        except PayloadError as error:
+            log.warning("ignored worker=%s reason=%r", worker, str(error))
+            self.discard(payload)
+
+    def allocate(self, worker: str, message: bytes, length: int) -> memoryview:
+        push = decode_envelope(message).message
+        if not isinstance(push, m.Push) or not 0 <= push.fragment < len(self.outer.fragments):
+            raise PayloadError("only a push of one of the run's fragments carries a payload")
+        round_ = self.machine.rounds.flying.get(push.fragment)
+        if round_ is None or worker not in round_.pulling:
+            # Memory is given for at most `pulls_max` pushes, those that were asked for.
+            raise PayloadError(f"push of fragment {push.fragment} was not asked for, or its round is over")
+        expected = self.outer.push_bytes(push.fragment, full=push.full)
+        if length != expected:
+            raise PayloadError(
+                f"push of fragment {push.fragment}: {length} bytes declared, {expected} expected: "
+                "the sender's model, sync.push_codec or sync.codec_block differ from the run's"
+            )
+        return memoryview(bytearray(length))
+
+    def sent(self, worker: str, key: Any, bytes_: int, seconds: float) -> None:
+        pass
+
+    # ---- what the host wants done ----
+
+    def send(self, to: str, message: m.Message, envelope: bytes) -> None:
+        assert self.server is not None
+        if isinstance(message, m.Update):
+            payload, digest = self._update(message.fragment, message.version)
+            self.server.send_bulk(to, message.fragment, envelope, payload, digest)
+        else:
+            self.server.send(to, envelope)
+
+    def _update(self, fragment: int, version: int) -> tuple[Any, int]:
+        """Return a version as bytes with its checksum, made once for all who get it."""
+        held = self._encoded.get(fragment)
+        if held is None or held[0] != version:
+            payload = self.outer.update(fragment, version)
+            held = self._encoded[fragment] = (version, payload, wire.checksum(payload))
+        return held[1], held[2]
+
+    def act(self, action: m.Action, payload: Any | None) -> None:
+        match action:
+            case m.Fold():
+                self._work.put(lambda: self._fold(action, payload))
+            case m.Merge():
+                self._work.put(lambda: self._merge(action))
+            case m.Discard(fragment=fragment):
+                self._work.put(lambda: self.outer.discard(fragment))
+            case m.Save(round=number):
+                self._save(number)
+            case m.Close(worker=worker, reason=reason):
+                assert self.server is not None
+                self.server.close(worker, reason)
+
+    def discard(self, payload: Any) -> None:
+        pass
+
+    # ---- tensors ----
+
+    def _compute(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def _fold(self, fold: m.Fold, payload: Any) -> None:
+        try:
+            self.outer.fold(fold.fragment, payload, fold.weight, base=fold.base, full=fold.full)
+        except PayloadError as error:
+            self.host.post(m.Rejected(fold.fragment, fold.worker, str(error)))
+        else:
+            self.host.post(m.Folded(fold.fragment, fold.worker))
+
+    def _merge(self, merge: m.Merge) -> None:
+        try:
+            self.outer.merge(merge.fragment, merge.version)
+        except PayloadError as error:
+            self.host.post(m.MergeFailed(merge.fragment, str(error)))
+        else:
+            self.host.post(m.Merged(merge.fragment, merge.version))
+
+    # ---- checkpoints ----
+
+    def _save(self, number: int) -> None:
+        states = list(self.outer.states)
+        state = self.machine.state()
+        # A merge whose word has not come back yet is in the tensors: the versions are theirs.
+        state.versions = [held.version for held in states]
+        self._saves.put(Snapshot(number, states, msgspec.json.encode(state)))
+
+    def _write_checkpoints(self) -> None:
+        while True:
+            waiting = [self._saves.get()]
+            while not self._saves.empty():
+                waiting.append(self._saves.get())
+            # A newer one takes the place of those that were not begun.
+            newest = next((snapshot for snapshot in reversed(waiting) if snapshot is not None), None)
+            if newest is not None:
+                self._write(newest)
+            if None in waiting:
+                return
+
+    def _write(self, snapshot: Snapshot) -> None:
+        began = time.monotonic()
+        try:
+            path = checkpoint.save(
+                self._directory,
+                snapshot.round,
+                self.outer.arrays(snapshot.states),
+                snapshot.machine,
+                run=self.machine.run,
+                keep=self.keep,
+            )
+        except CheckpointError as error:
+            log.error("%s", error)  # training goes on; the older checkpoints are as they were
+        else:
+            log.info("checkpoint path=%s seconds=%.2f", path.name, time.monotonic() - began)
+
+    # ---- life ----
+
+    def run(self) -> m.Finish:
+        """Serve until the machine finishes; then let the last words leave and the last checkpoint be written."""
+        assert self.server is not None
+        for thread in self._threads:
+            thread.start()
+        finish = self.host.run()
+        self._work.put(None)
+        self._saves.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.server.stop(2.0)
+        self.tape.close(finish.reason)
+        return finish
+
+
+def restore(machine: SyncerMachine, outer: OuterState, found: checkpoint.Checkpoint) -> None:
+    """Put a machine and its tensors where a checkpoint was taken."""
+    try:
+        state = msgspec.json.decode(found.state, type=SyncerState)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{found.path}: its state does not fit this release: {error}") from None
+    if len(state.versions) != len(outer.fragments):
+        raise CheckpointError(
+            f"{found.path} has {len(state.versions)} fragments, sync.fragments={len(outer.fragments)}: "
+            "resume with the options of the run that wrote it"
+        )
+    outer.restore(found.arrays("weights"), found.arrays("momentum"), state.versions)
+    machine.restore(state)
+
+
+# ---- opening ----
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a syncer process was asked to start."""
+
+    out: Path  # run folder
+    listen: str = "127.0.0.1:0"
+    tls: str = ""
+    resume: bool = False
+    init: str = ""  # safetensors file of initial weights
+    address_file: str = ""
+
+
+def initial_weights(
+    config: configuration.Config, init: str
+) -> tuple[tuple[m.TensorSpec, ...], dict[str, Any], ModelOptions]:
+    """Return the schema, the weights by name and the completed model options a run starts from."""
+    if init:
+        return (*_read_weights(Path(init)), config.model)
+    options = config.model
+    if not options.vocabulary or not options.sequence:
+        options = fit(options, config.data, data.load(config.data).vocabulary)
+    found = synchronised(models.build(options), config.sync)
+    schema = tuple(
+        m.TensorSpec(name, tuple(tensor.shape), "buffer" if kind == "buffer" else "parameter")
+        for name, (tensor, kind) in found.items()
+    )
+    return schema, {name: tensor.detach().float().numpy() for name, (tensor, _) in found.items()}, options
+
+
+def _read_weights(path: Path) -> tuple[tuple[m.TensorSpec, ...], dict[str, Any]]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            buffers = set((opened.metadata() or {}).get("buffers", "").split())
+            tensors = {name: opened.get_tensor(name).float() for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"--init {path}: {error}; give a file written by archipel.save_weights") from None
+    schema = tuple(
+        m.TensorSpec(name, tuple(tensor.shape), "buffer" if name in buffers else "parameter")
+        for name, tensor in tensors.items()
+    )
+    return schema, {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
+    """Return a syncer that listens: fresh, or resumed from the newest valid checkpoint of its run folder."""
+    directory = opening.out / "checkpoints"
+    found = checkpoint.load_newest(directory, run=config.run.name)
+    for skipped in found.skipped if found else ():
+        log.warning("checkpoint passed over path=%s reason=%r", skipped.path, skipped.reason)
+    if found is not None and not opening.resume:
+        raise CheckpointError(
+            f"{directory} holds a checkpoint of tick {found.step}: "
+            "--resume goes on from it, another --out starts afresh"
+        )
+    schema, weights, model = initial_weights(config, opening.init)
+    config = msgspec.structs.replace(config, model=model)
+    outer = OuterState(schema, config.sync)
+    machine = SyncerMachine(
+        run=config.run.name,
+        options=config.sync,
+        schema=schema,
+        settings=configuration.settings_of(config),
+        shards=config.data.shards,
+    )
+    if found is None:
+        outer.begin(weights)
+    else:
+        restore(machine, outer, found)
+        log.info("resumed path=%s tick=%d digest=%s", found.path.name, machine.tick, outer.digest())
+    role = SyncerRole(machine, outer, _tape(config, opening.out), directory)
+    role.keep = config.checkpoint.keep
+    role.server = _listen(role, config, opening)
+    return role
+
+
+def _tape(config: configuration.Config, out: Path) -> TapeWriter:
+    incarnation = secrets.token_hex(4)
+    header = Header(
+        run=config.run.name,
+        worker=m.SYNCER,
+        role=m.SYNCER,
+        incarnation=incarnation,
+        started=time.time(),
+        settings=configuration.settings_of(config),
+        environment={
+            "torch": str(torch.__version__),
+            "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "python": platform.python_version(),
+            "host": platform.node(),
+            "pid": os.getpid(),
+        },
+    )
+    return TapeWriter(tape_path(out, m.SYNCER, incarnation), header)
+
+
+def _listen(role: SyncerRole, config: configuration.Config, opening: Opening) -> Server:
+    secured = security.load(opening.tls, "syncer") if opening.tls else None
+    if warning := security.warn_if_open(opening.listen, secured):
+        log.warning("%s", warning)
+    server = Server(role, config.network, listen=opening.listen, run=config.run.name, security=secured)
+    role.server = server
+    address = server.start()
+    log.info("listening address=%s run=%s tick=%d", address, config.run.name, role.machine.tick)
+    if opening.address_file:
+        path = Path(opening.address_file)
+        path.with_suffix(".tmp").write_text(address)
+        path.with_suffix(".tmp").rename(path)
+    return server
+
+
+def serve(config: configuration.Config, opening: Opening) -> m.Finish:
+    """Run a syncer to its end: SIGTERM and Ctrl-C save and stop. Leaves `syncer.json` and the merged model."""
+    opening.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # several threads only spin against the learners' (docs/guide.md)
+    with checkpoint.lease(opening.out):
+        role = open_syncer(config, opening)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda n, _: role.host.post(m.StopRequested(signal.Signals(n).name)))
+        finish = role.run()
+        conclude(role, opening.out, finish)
+    return finish
+
+
+def conclude(role: SyncerRole, out: Path, finish: m.Finish) -> None:
+    """Write what a finished syncer knows: digests, versions, the ledger; and the merged model."""
+    machine = role.machine
+    settings = configuration.from_tree({k: v for k, v in machine.settings.items() if k != "extra"})
+    facts = {
+        "reason": finish.reason,
+        "complete": finish.complete,
+        "tick": machine.tick,
+        "rounds": machine.rounds_merged,
+        "versions": machine.versions,
+        "epoch": machine.epoch,
+        "digest": role.outer.digest(),
+        "momentum_digest": role.outer.momentum_digest(),
+        "tokens": machine.ledger.table(),
+        "ledger_closes": machine.ledger.closes(),
+        "positions": machine.state().positions,
+    }
+    path = out / "syncer.json"
+    path.with_suffix(".tmp").write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
+    path.with_suffix(".tmp").rename(path)
+    tensors = {name: torch.from_numpy(array) for name, array in role.outer.tensors().items()}
+    try:
+        models.export(tensors, settings.model, out / "model")
+    except ModelError as error:
+        # Weights of a user's own model (--init): archipel cannot name its architecture.
+        log.info("exported as plain tensors reason=%r", str(error))
+        (out / "model").mkdir(exist_ok=True)
+        save_tensors(tensors, out / "model" / "weights.safetensors")
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors by name to a safetensors file, atomically."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_suffix(".tmp")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+    temporary.rename(path)

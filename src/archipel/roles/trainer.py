@@ -1,0 +1,171 @@
+"""The training process's half of a learner: copies out, updates in, at one known line (DESIGN.md, section 1).
+
+`Trainer.step` is all that runs in a user's loop. It touches shared memory and one local socket, never the network: at
+the end of an inner step it copies the fragments that can be asked for next, says that the step is done, lets the
+updates land that wait, and returns. It waits only where the run's settings say so (τ = 0, `max_lead_steps`).
+"""
+
+import subprocess
+import time
+from typing import Any
+
+from torch import nn
+
+from ..errors import JoinRefused, WorkerDied
+from ..protocol.schedule import SyncOptions, options_of
+from ..runtime import frames
+from ..runtime.launch import spawn_courier
+from ..runtime.shared import Channel, Region, SlotPool
+from ..train.parameters import Parameters
+
+POLL_S = 0.5  # how often a trainer that waits looks whether its courier lives
+
+
+class Trainer:
+    """One learner's (or observer's) trainer, with its courier process."""
+
+    def __init__(self, courier_arguments: list[str], *, env: dict[str, str] | None = None) -> None:
+        """Start the courier; it connects and joins in the background. Arguments: see `roles.courier`."""
+        self._channel, theirs = Channel.pair()
+        self._courier: subprocess.Popen[bytes] = spawn_courier(courier_arguments, theirs, env=env)
+        self.build: frames.Build | None = None
+        self.options = SyncOptions()
+        self.versions: list[int] = []
+        self.tick = 0
+        self.step_count = 0
+        self.done = False
+        self.reason = ""
+        self._parameters: Parameters | None = None
+        self._snapshots: SlotPool | None = None
+        self._updates: SlotPool | None = None
+        self._region: Region | None = None
+        self._watched: tuple[int, ...] = ()
+        self._writes: dict[int, frames.Write] = {}
+        self._holding = True  # until every fragment is adopted
+        self._resumed_at = time.perf_counter()
+
+    # ---- joining ----
+
+    def settings(self) -> dict[str, Any]:
+        """Wait for the syncer's settings. JoinRefused if it will not have us."""
+        while self.build is None and not self.done:
+            self._receive(POLL_S)
+        if self.build is None:
+            return {}
+        self.options = options_of(self.build.settings)
+        return self.build.settings
+
+    def adopt(self, model: nn.Module) -> None:
+        """Split the model into fragments, join with its schema, and take over the run's weights."""
+        self._parameters = parameters = Parameters(model, self.options)
+        layout = frames.layout(parameters.numels, self.options.overlap_steps)
+        self._region = Region.create(layout.nbytes)
+        self._snapshots = SlotPool(self._region, layout.snapshot_slots, layout.slot_numel)
+        self._updates = SlotPool(
+            self._region, layout.update_slots, layout.slot_numel, offset=layout.updates_offset, home=False
+        )
+        self.versions = [-1] * len(parameters.fragments)
+        rounded = tuple(frames.Rounded(*part) for part in parameters.rounded())  # type: ignore[arg-type]
+        ready = frames.Ready(parameters.schema, layout, rounded)
+        self._channel.send(frames.encode(ready), [self._region.fd])
+        while self._holding and not self.done:
+            self._receive(POLL_S)
+            self._land()
+        self._resumed_at = time.perf_counter()
+
+    # ---- training ----
+
+    def step(self, tokens: int) -> None:
+        """Report one inner step over `tokens` tokens; let what has come land. See the module's description."""
+        now = time.perf_counter()
+        step_s = now - self._resumed_at
+        self._receive(0.0)
+        self.step_count += 1
+        copies = tuple(copy for fragment in self._watched if (copy := self._copy(fragment)) is not None)
+        self._tell(frames.Stepped(self.step_count, tokens, step_s, copies))
+        self._land()
+        while self._holding and not self.done:
+            self._receive(POLL_S)
+            self._land()
+        self._resumed_at = time.perf_counter()
+
+    def wait(self, timeout_s: float) -> None:
+        """Let updates land for a while without training (an observer's life)."""
+        self._receive(timeout_s)
+        self._land()
+
+    def close(self, reason: str) -> None:
+        """Say goodbye in order, and wait for the courier to end."""
+        try:
+            self._tell(frames.Ended(reason or self.reason))
+            self._courier.wait(timeout=10.0)
+        except (WorkerDied, subprocess.TimeoutExpired):
+            self._courier.kill()
+            self._courier.wait()
+        self._channel.close()
+        if self._region is not None:
+            self._region.close()
+
+    def _copy(self, fragment: int) -> tuple[int, int] | None:
+        assert self._parameters is not None and self._snapshots is not None
+        slot = self._snapshots.take()
+        if slot is None:
+            return None  # the courier still holds older copies; it answers from those
+        self._parameters.read(fragment, self._snapshots.view(slot, self._parameters.numels[fragment]))
+        return fragment, slot
+
+    def _land(self) -> None:
+        assert self._parameters is not None and self._updates is not None
+        for write in self._writes.values():
+            weights = self._updates.view(write.slot, self._parameters.numels[write.fragment])
+            self._parameters.write(write.fragment, weights)
+            self.versions[write.fragment] = write.version
+            self._tell(frames.Wrote(write.fragment, write.version, write.slot, self.step_count))
+        self._writes.clear()
+
+    # ---- the courier ----
+
+    def _tell(self, frame: frames.Frame) -> None:
+        try:
+            self._channel.send(frames.encode(frame))
+        except WorkerDied:
+            self._receive(0.0)  # its last words may say why
+            raise self._died() from None
+
+    def _receive(self, timeout_s: float) -> None:
+        try:
+            received = self._channel.receive(timeout_s)
+        except WorkerDied:
+            if self.done:
+                return
+            raise self._died() from None
+        for data in received:
+            self._note(frames.decode(data))
+
+    def _note(self, frame: frames.Frame) -> None:
+        match frame:
+            case frames.Build():
+                self.build = frame
+            case frames.Watch(fragments=fragments):
+                self._watched = fragments
+            case frames.Write():
+                self._writes[frame.fragment] = frame
+            case frames.Free(slot=slot):
+                assert self._snapshots is not None
+                self._snapshots.give(slot)
+            case frames.Pace(hold=hold):
+                self._holding = hold
+            case frames.News(tick=tick):
+                self.tick = tick
+            case frames.Halt(reason=reason, complete=complete):
+                self.done, self.reason = True, reason
+                if not complete:
+                    raise JoinRefused(f"the syncer turned this worker away: {reason}")
+
+    def _died(self) -> WorkerDied:
+        code = self._courier.poll()
+        return WorkerDied(
+            f"the courier process {self._courier.pid} of this learner is gone (exit code {code}): "
+            "without it nothing is reported; see its log above and start the learner again"
+        )
+

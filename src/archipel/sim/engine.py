@@ -1,0 +1,541 @@
+"""A host in virtual time: the machines of a whole run, driven by one heap of events.
+
+The machines are those that run live (DESIGN.md, section 1); this host supplies a virtual network and clock, and asks a
+compute port for steps, copies and merges. The port of this module knows costs only; one that holds tensors fits the
+same place (`ComputePort`), and then the run trains.
+
+At the end of a learner's step, in this order: the port steps and copies, `StepCompleted` is handled, the updates that
+wait are applied (`Applied`), then the next step starts unless it holds or stops. A learner that is not stepping applies
+at once.
+
+Invariants: a run is a function of its options and faults: events at one instant are handled in the order they were
+asked for; `now` never decreases; a machine has one alarm; the newest `Apply` of a fragment replaces one that waits.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from msgspec import Struct, to_builtins
+
+from ..protocol import messages as m
+from ..protocol.learner import LearnerMachine
+from ..protocol.schedule import SyncOptions
+from ..protocol.syncer import SyncerMachine, SyncerState
+from .network import Channel, LinkOptions, Parcel
+
+NEVER = float("inf")
+
+
+class LearnerOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one learner's steps cost."""
+
+    step_s: float = 1.0
+    jitter: float = 0.0  # a step's time is uniform within ± this share
+    tokens: int = 1000  # per step
+    prepare_s: float = 0.0  # from settings to a model
+    link: LinkOptions = LinkOptions()
+
+
+class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the rest costs."""
+
+    seed: int = 0
+    fragment_bytes: float = 1e6
+    fold_s: float = 0.0
+    merge_s: float = 0.0
+    shards: int = 64
+
+
+class ComputePort(m.Compute, Protocol):
+    """`messages.Compute`, and the step. Results are said to the `Said` it was made with, during the call."""
+
+    def step(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """Take inner step `number` and copy the fragments asked for; return its tokens and what was copied."""
+        ...
+
+
+Said = Callable[[m.Event], None]
+Record = Callable[[str, float, m.Event, list[m.Action]], None]
+
+
+class CostPort:
+    """Costs stand for tensors: payloads are None, every push is fit, every merge succeeds."""
+
+    def __init__(self, said: Said, schema: tuple[m.TensorSpec, ...], tokens: int = 0) -> None:
+        self.said = said
+        self.schema = schema
+        self.tokens = tokens
+        self.watched: tuple[int, ...] = ()
+
+    def prepare(self, settings: dict[str, Any], shard: int, position: int) -> None:
+        self.said(m.Prepared(self.schema))
+
+    def step(self, number: int) -> tuple[int, tuple[int, ...]]:
+        return self.tokens, self.watched
+
+    def copy(self, fragments: tuple[int, ...]) -> None:
+        self.watched = fragments
+
+    def snapshot(self, fragment: int, step: int, *, full: bool) -> Any:
+        return None
+
+    def apply(self, fragment: int, version: int, payload: Any) -> None:
+        pass
+
+    def fold(self, action: m.Fold, payload: Any) -> None:
+        self.said(m.Folded(action.fragment, action.worker))
+
+    def merge(self, fragment: int, version: int) -> None:
+        self.said(m.Merged(fragment, version))
+
+    def discard(self, fragment: int) -> None:
+        pass
+
+    def payload(self, fragment: int, version: int) -> Any:
+        return None
+
+    def save(self, round: int) -> None:
+        pass
+
+
+@dataclass
+class Host:
+    """One process: a machine, its port, its alarm."""
+
+    name: str
+    machine: m.Machine
+    port: ComputePort
+    life: int  # of this process; what was scheduled for an earlier one is void
+    alarm: int = 0  # counts `Wake`s: only the newest rings
+    frozen: bool = False
+    backlog: list[tuple[m.Event, Any]] = field(default_factory=list)
+    finished: m.Finish | None = None
+    # A learner's compute:
+    allowed: bool = False  # `Resume` came, and no `Hold` since
+    stopping: str | None = None
+    paused: bool = False
+    stepping: bool = False
+    steps: int = 0
+    began_at: float = 0.0
+    ends_at: float = 0.0
+    left_s: float = 0.0  # of a step that is paused
+    run: int = 0  # counts scheduled step ends: only the newest counts
+    pending: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    # A syncer's compute works one thing after the other:
+    busy_until: float = 0.0
+
+
+class Engine:
+    """Workers, their network and their faults. `schema`: of the model every learner builds."""
+
+    def __init__(
+        self,
+        sync: SyncOptions,
+        options: EngineOptions | None = None,
+        *,
+        run: str = "sim",
+        on_record: Record | None = None,
+        make_port: Callable[[str, Said], ComputePort] | None = None,
+        schema: tuple[m.TensorSpec, ...] = (m.TensorSpec("w", (1,)),),
+    ) -> None:
+        self.now = 0.0
+        self.sync = sync
+        self.options = options or EngineOptions()
+        self.run_name = run
+        self.schema = schema
+        self.on_record = on_record
+        self.hosts: dict[str, Host] = {}
+        self.learners: dict[str, LearnerOptions] = {}
+        self.roles: dict[str, str] = {}
+        self.channels: dict[str, Channel] = {}
+        self.journal: dict[str, tuple[int, int]] = {}  # learner -> (shard, position) beside its data
+        self.saved: SyncerState | None = None
+        self.handled = 0  # events so far
+        self._make_port = make_port
+        self._slow: dict[str, float] = {}
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self._faults = 0  # scheduled by the user and not over
+        self._lives = 0
+        self._said: list[m.Event] = []
+        self._boot_syncer(None)
+
+    # ---- workers ----
+
+    @property
+    def syncer(self) -> SyncerMachine:
+        """The machine of the syncer that runs now, or ran last."""
+        machine = self.hosts[m.SYNCER].machine
+        assert isinstance(machine, SyncerMachine)
+        return machine
+
+    def learner(self, name: str) -> LearnerMachine:
+        """Return a learner's machine, dead or alive."""
+        machine = self.hosts[name].machine
+        assert isinstance(machine, LearnerMachine)
+        return machine
+
+    def add(
+        self, name: str, options: LearnerOptions | None = None, *, at: float = 0.0, role: str = "learner"
+    ) -> None:
+        """A new worker starts its process at this time."""
+        self.learners[name] = options or LearnerOptions()
+        self.roles[name] = role
+        self.channels[name] = Channel(name, self.learners[name].link)
+        self._plan(at, self._boot, name)
+
+    def _port(self, name: str) -> ComputePort:
+        if self._make_port is not None:
+            return self._make_port(name, self._said.append)
+        tokens = self.learners[name].tokens if name in self.learners else 0
+        return CostPort(self._said.append, self.schema, tokens)
+
+    def _host(self, name: str, machine: m.Machine) -> Host:
+        self._lives += 1
+        host = self.hosts[name] = Host(name, machine, self._port(name), self._lives)
+        return host
+
+    def _boot(self, name: str) -> None:
+        if self._alive(name):
+            return
+        shard, position = self.journal.get(name, (-1, -1))
+        self._host(name, LearnerMachine(name, f"{name}.{self._lives + 1}", self.run_name, shard, position,
+                                        role=self.roles[name]))  # fmt: skip
+        self._dial(name, self.hosts[name].life)
+
+    def _boot_syncer(self, state: SyncerState | None) -> None:
+        settings = {"sync": to_builtins(self.sync)}
+        machine = SyncerMachine(self.run_name, self.sync, self.schema, settings, self.options.shards)
+        if state is not None:
+            machine.restore(state)
+        host = self._host(m.SYNCER, machine)
+        self._at(self.now, self._handle, host, m.Woke(), None)
+
+    def _alive(self, name: str) -> bool:
+        host = self.hosts.get(name)
+        return host is not None and host.life > 0 and host.finished is None
+
+    # ---- faults ----
+
+    def kill(self, name: str, at: float) -> None:
+        """SIGKILL: the process is gone, with what it had not sent. Also the syncer."""
+        self._plan(at, self._kill, name)
+
+    def restart(self, name: str, at: float) -> None:
+        """Start a learner's process anew: another incarnation, its data position known."""
+        self._plan(at, self._boot, name)
+
+    def pause(self, name: str, at: float, until: float = NEVER) -> None:
+        """A learner's compute stands still; its courier goes on."""
+        self._plan(at, self._pause, name)
+        if until < NEVER:
+            self._plan(until, self._go_on, name)
+
+    def freeze(self, name: str, at: float, until: float = NEVER) -> None:
+        """SIGSTOP of a learner: compute and courier stand still."""
+        self._plan(at, self._freeze, name)
+        if until < NEVER:
+            self._plan(until, self._thaw, name)
+
+    def slow(self, name: str, factor: float, at: float, until: float = NEVER) -> None:
+        """Steps that begin from now on take `factor` times as long."""
+        self._plan(at, self._set_slow, name, factor)
+        if until < NEVER:
+            self._plan(until, self._set_slow, name, 1.0)
+
+    def partition(self, name: str, at: float, until: float = NEVER) -> None:
+        """Nothing passes between this learner and the syncer."""
+        self._plan(at, self._cut, name)
+        if until < NEVER:
+            self._plan(until, self._heal, name)
+
+    def stop(self, name: str, at: float) -> None:
+        """SIGTERM: an orderly stop. Also the syncer."""
+        self._plan(at, self._stop, name)
+
+    def resume_syncer(self, at: float) -> None:
+        """Start the syncer again from what it saved last."""
+        self._plan(at, self._revive)
+
+    # ---- running ----
+
+    def run(self, until: float = NEVER, events: int = 10**9) -> "Engine":
+        """Handle events until this time, this many, or until the syncer has finished and no fault is to come."""
+        heap, pop = self._heap, heapq.heappop
+        last = self.handled + events
+        while heap and heap[0][0] <= until and self.handled < last:
+            if self.hosts[m.SYNCER].finished is not None and not self._faults:
+                break
+            self.now, _, work, arguments = pop(heap)
+            work(*arguments)
+        if until < NEVER:
+            self.now = max(self.now, until)
+        return self
+
+    def finish(self, horizon_s: float = 1e6) -> m.Finish:
+        """Run to the end and let the learners end, too; return what the syncer said. Fails beyond the horizon."""
+        self.run(until=horizon_s)
+        finished = self.hosts[m.SYNCER].finished
+        assert finished is not None, f"no end by {horizon_s} s: tick {self.syncer.tick} of {self.sync.steps}"
+        return finished
+
+    def _at(self, at: float, work: Callable[..., None], *arguments: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (at, self._count, work, arguments))
+
+    def _plan(self, at: float, work: Callable[..., None], *arguments: Any) -> None:
+        self._faults += 1
+        self._at(max(at, self.now), self._planned, work, arguments)
+
+    def _planned(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._faults -= 1
+        work(*arguments)
+
+    def _handle(self, host: Host, event: m.Event, payload: Any) -> None:
+        """Let a machine decide, record it, then carry out what it decided."""
+        if host.life == 0 or host.finished is not None:
+            return
+        if host.frozen:
+            host.backlog.append((event, payload))
+            return
+        self.handled += 1
+        actions = host.machine.handle(self.now, event)
+        if self.on_record is not None:
+            self.on_record(host.name, self.now, event, actions)
+        for action in actions:
+            self._act(host, action, payload)
+
+    def _act(self, host: Host, action: m.Action, payload: Any) -> None:
+        match action:
+            case m.Send(to=to, message=message):
+                self._send(host, to, message)
+            case m.Apply(fragment=fragment, version=version):
+                host.pending.pop(fragment, None)
+                host.pending[fragment] = (version, payload)
+                if not host.stepping:
+                    self._land(host)
+            case m.Fold():
+                self._work(host, self.options.fold_s, host.port.fold, action, payload)
+            case m.Merge(fragment=fragment, version=version):
+                self._work(host, self.options.merge_s, host.port.merge, fragment, version)
+            case m.Discard(fragment=fragment):
+                host.port.discard(fragment)
+            case m.Wake(at=at):
+                host.alarm += 1
+                self._at(max(at, self.now), self._ring, host, host.alarm)
+            case m.Copy(fragments=fragments):
+                host.port.copy(fragments)
+            case m.Hold():
+                host.allowed = False
+            case m.Resume():
+                host.allowed = True
+                self._begin(host)
+            case _:
+                self._act_rarely(host, action)
+
+    def _act_rarely(self, host: Host, action: m.Action) -> None:
+        match action:
+            case m.Prepare(settings=settings, shard=shard, position=position):
+                self._work(host, self.learners[host.name].prepare_s, host.port.prepare, settings, shard, position)
+            case m.Stop(reason=reason):
+                host.stopping = reason
+                if not host.stepping:
+                    self._at(self.now, self._handle, host, m.StopRequested(reason), None)
+            case m.Close(worker=worker):
+                self._lose(self.channels[worker if worker in self.channels else host.name], "closed")
+            case m.Save(round=number):
+                host.port.save(number)
+                assert isinstance(host.machine, SyncerMachine)
+                self.saved = host.machine.state()
+            case m.Finish():
+                self._end(host, action)
+
+    def _ring(self, host: Host, alarm: int) -> None:
+        if alarm == host.alarm:
+            self._handle(host, m.Woke(), None)
+
+    def _work(self, host: Host, cost_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Have the port do something; what it says of it is handled once the time it takes is over."""
+        host.busy_until = max(host.busy_until, self.now) + cost_s
+        self._said.clear()
+        call(*arguments)
+        for event in self._said:
+            self._at(host.busy_until, self._handle, host, event, None)
+
+    # ---- a learner's compute ----
+
+    def _begin(self, host: Host) -> None:
+        if host.stepping or not host.allowed or host.paused or host.frozen or host.stopping is not None:
+            return
+        host.stepping = True
+        self._end_in(host, self._step_s(host))
+
+    def _end_in(self, host: Host, left_s: float) -> None:
+        host.run += 1
+        host.began_at = self.now if host.left_s == 0.0 else host.began_at
+        host.ends_at = self.now + left_s
+        self._at(host.ends_at, self._boundary, host, host.run)
+
+    def _step_s(self, host: Host) -> float:
+        options = self.learners[host.name]
+        spread = options.jitter * (2 * uniform(self.options.seed, host.name, host.steps) - 1)
+        return options.step_s * self._slow.get(host.name, 1.0) * (1 + spread)
+
+    def _boundary(self, host: Host, run: int) -> None:
+        """A step is over."""
+        if run != host.run or host.life == 0 or host.paused or host.frozen:
+            return
+        host.stepping, host.left_s = False, 0.0
+        host.steps += 1
+        tokens, copied = host.port.step(host.steps)
+        self._handle(host, m.StepCompleted(host.steps, tokens, self.now - host.began_at, copied), None)
+        self._note_position(host)
+        self._land(host)
+        if host.stopping is not None:
+            self._handle(host, m.StopRequested(host.stopping), None)
+        self._begin(host)
+
+    def _note_position(self, host: Host) -> None:
+        machine = host.machine
+        assert isinstance(machine, LearnerMachine)
+        self.journal[host.name] = (machine.shard, machine.position + machine.tokens)
+
+    def _land(self, host: Host) -> None:
+        """Apply what waits, oldest request first."""
+        while host.pending:
+            fragment, (version, payload) = next(iter(host.pending.items()))
+            del host.pending[fragment]
+            host.port.apply(fragment, version, payload)
+            self._handle(host, m.Applied(fragment, version, host.steps), None)
+
+    # ---- the network ----
+
+    def _send(self, host: Host, to: str, message: m.Message) -> None:
+        channel = self.channels[host.name if to == m.SYNCER else to]
+        if not channel.up:
+            return
+        payload, nbytes = None, 0.0
+        match message:
+            case m.Push(fragment=fragment, step=step, full=full):
+                payload, nbytes = host.port.snapshot(fragment, step, full=full), self.options.fragment_bytes
+            case m.Update(fragment=fragment, version=version):
+                payload, nbytes = host.port.payload(fragment, version), self.options.fragment_bytes
+        parcel = Parcel(host.name, to, message, payload, channel.connection)
+        self._at(channel.send(self.now, parcel, nbytes), self._deliver, channel, parcel)
+
+    def _deliver(self, channel: Channel, parcel: Parcel) -> None:
+        if channel.passes(parcel):
+            receiver = self.hosts[parcel.receiver]
+            self._handle(receiver, m.Received(parcel.sender, parcel.message), parcel.payload)
+
+    def _dial(self, name: str, life: int) -> None:
+        """Try to connect; again after a while if nobody answers."""
+        host, channel = self.hosts[name], self.channels[name]
+        if host.life != life or host.finished is not None or channel.up:
+            return
+        if host.frozen or channel.cut or not self._alive(m.SYNCER):
+            self._at(self.now + channel.link.retry_s, self._dial, name, life)
+            return
+        channel.connect()
+        self._handle(self.hosts[m.SYNCER], m.Connected(name), None)
+        self._handle(host, m.Connected(m.SYNCER), None)
+
+    def _lose(self, channel: Channel, reason: str) -> None:
+        """Both ends learn now that the connection is gone; a learner that lives dials again."""
+        if not channel.up:
+            return
+        channel.lose()
+        learner = self.hosts[channel.learner]
+        self._at(self.now, self._handle, self.hosts[m.SYNCER], m.Disconnected(channel.learner, reason), None)
+        self._at(self.now, self._handle, learner, m.Disconnected(m.SYNCER, reason), None)
+        self._at(self.now + channel.link.retry_s, self._dial, channel.learner, learner.life)
+
+    def _lose_later(self, channel: Channel, delay_s: float, reason: str) -> None:
+        self._at(self.now + delay_s, self._notice, channel, channel.connection, reason)
+
+    def _notice(self, channel: Channel, connection: int, reason: str) -> None:
+        broken = channel.cut or self._deaf(channel.learner) or self._deaf(m.SYNCER)
+        if channel.connection == connection and broken:
+            self._lose(channel, reason)
+
+    def _deaf(self, name: str) -> bool:
+        return not self._alive(name) or self.hosts[name].frozen
+
+    def _end(self, host: Host, finish: m.Finish) -> None:
+        """A process ends in order: what it has sent arrives, then its channels close."""
+        host.finished = finish
+        mine: Sequence[Channel] = list(self.channels.values())
+        for channel in mine if host.name == m.SYNCER else [self.channels[host.name]]:
+            self._lose_later(channel, channel.link.latency_s + channel.link.notice_death_s, "closed")
+
+    # ---- what the fault functions do ----
+
+    def _kill(self, name: str) -> None:
+        if not self._alive(name):
+            return
+        self.hosts[name].life = 0
+        for channel in self.channels.values():
+            if name in (m.SYNCER, channel.learner):
+                self._lose_later(channel, channel.link.notice_death_s, "reset")
+
+    def _pause(self, name: str) -> None:
+        host = self.hosts[name]
+        host.paused = True
+        host.left_s = max(host.ends_at - self.now, 0.0) if host.stepping else 0.0
+
+    def _go_on(self, name: str) -> None:
+        host = self.hosts[name]
+        host.paused = False
+        if host.stepping:
+            self._end_in(host, host.left_s)
+        else:
+            self._begin(host)
+
+    def _freeze(self, name: str) -> None:
+        self._pause(name)
+        self.hosts[name].frozen = True
+        self._lose_later(self.channels[name], self.channels[name].link.notice_cut_s, "keepalive")
+
+    def _thaw(self, name: str) -> None:
+        host = self.hosts[name]
+        host.frozen, backlog = False, host.backlog
+        host.backlog = []
+        for event, payload in backlog:
+            self._handle(host, event, payload)
+        self._go_on(name)
+
+    def _set_slow(self, name: str, factor: float) -> None:
+        self._slow[name] = factor
+
+    def _cut(self, name: str) -> None:
+        self.channels[name].cut = True
+        self._lose_later(self.channels[name], self.channels[name].link.notice_cut_s, "keepalive")
+
+    def _heal(self, name: str) -> None:
+        channel = self.channels[name]
+        for parcel in channel.heal():
+            self._at(self.now + channel.link.latency_s, self._deliver, channel, parcel)
+
+    def _stop(self, name: str) -> None:
+        host = self.hosts[name]
+        if host.stepping and not host.paused:
+            host.stopping = "stopped"
+        else:
+            self._handle(host, m.StopRequested("stopped"), None)
+
+    def _revive(self) -> None:
+        if not self._alive(m.SYNCER):
+            self._boot_syncer(self.saved)
+
+
+def uniform(seed: int, name: str, number: int) -> float:
+    """Return a number in [0, 1) that depends on nothing but the arguments (splitmix64 over them)."""
+    value = seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03
+    for letter in name:
+        value = (value ^ ord(letter)) * 0x100000001B3
+    value &= 0xFFFFFFFFFFFFFFFF
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = ((value ^ (value >> shift)) * factor) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) / 2**64

@@ -1,0 +1,705 @@
+"""The transport between real sockets of this machine: what a sink hears, and what no peer can do to it."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from archipel.errors import ConfigError, PayloadError, TransportError
+from archipel.protocol.messages import PROTOCOL_VERSION
+from archipel.runtime import wire
+from archipel.runtime.relay import Relay
+from archipel.runtime.security import Security, load, make_authority
+from archipel.runtime.transport import Client, NetworkOptions, Server
+
+DEADLINE_S = 15.0
+RUN = "run-1"
+BRISK = NetworkOptions(chunk_bytes=64 << 10, backoff_s_min=0.02, backoff_s_max=0.1)
+PATIENT = NetworkOptions(  # so patient that only a reset can be noticed before a test's deadline
+    chunk_bytes=64 << 10, keepalive_s=60.0, keepalive_timeout_s=60.0, backoff_s_min=0.02, backoff_s_max=0.1
+)
+
+
+class Sink:
+    """Remembers all it hears, in order. Serves as either end's sink: a server's words start with a worker."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[Any, ...]] = []
+        self.refuse = ""
+        self.answer: Callable[..., Any] = lambda *words: None
+        self._changed = threading.Condition()
+
+    def _hear(self, *words: Any) -> None:
+        with self._changed:
+            self.words.append(words)
+            self._changed.notify_all()
+        self.answer(*words)
+
+    def connected(self, *who: str) -> None:
+        self._hear("connected", *who)
+
+    def disconnected(self, *who_and_reason: str) -> None:
+        self._hear("disconnected", *who_and_reason)
+
+    def received(self, *what: Any) -> None:
+        *who_and_message, payload, seconds = what
+        assert seconds >= 0
+        self._hear("received", *who_and_message, None if payload is None else bytes(payload))
+
+    def allocate(self, *what: Any) -> memoryview:
+        if self.refuse:
+            raise PayloadError(self.refuse)
+        self._hear("allocated", what[-1])
+        return memoryview(bytearray(what[-1]))
+
+    def sent(self, worker: str, key: Any, bytes_: int, seconds: float) -> None:
+        self._hear("sent", worker, key, bytes_)
+
+    def refused(self, reason: str, final: bool) -> None:
+        self._hear("refused", reason, final)
+
+    def done(self, complete: bool, reason: str) -> None:
+        self._hear("done", complete, reason)
+
+    def said(self, *start: Any) -> list[tuple[Any, ...]]:
+        return [words for words in list(self.words) if words[: len(start)] == start]
+
+    def wait(self, *start: Any, count: int = 1) -> tuple[Any, ...]:
+        """Wait until words with this start were heard `count` times, and return the last of those."""
+        with self._changed:
+            heard = self._changed.wait_for(lambda: len(self.said(*start)) >= count, DEADLINE_S)
+        assert heard, f"waited for {count} of {start}, heard {self.words}"
+        return self.said(*start)[count - 1]
+
+
+@contextmanager
+def serving(
+    options: NetworkOptions = BRISK, *, listen: str = "127.0.0.1:0", security: Security | None = None
+) -> Iterator[tuple[Server, Sink, str]]:
+    sink = Sink()
+    server = Server(sink, options, listen=listen, run=RUN, security=security)
+    address = server.start()
+    try:
+        yield server, sink, address
+    finally:
+        server.stop(grace_s=0.2)
+
+
+@contextmanager
+def client_of(
+    address: str, worker: str = "learner-0", *, options: NetworkOptions = BRISK, **more: Any
+) -> Iterator[tuple[Client, Sink]]:
+    sink = Sink()
+    client = Client(sink, options, address=address, worker=worker, **{"run": RUN, **more})
+    client.start()
+    try:
+        yield client, sink
+    finally:
+        client.stop(grace_s=0.2)
+
+
+class Stranger:
+    """A peer that speaks gRPC and our stream names, and otherwise says what a test likes."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address, [("grpc.max_send_message_length", -1)])
+        self.later: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.calls: list[Any] = []  # a call that nobody holds is cancelled
+
+    def say(self, *frames: bytes) -> Any:
+        """Open a control stream with these frames and leave it open for those put into `later`."""
+
+        def outgoing() -> Iterator[bytes]:
+            yield from frames
+            yield from iter(self.later.get, None)
+
+        control = self.channel.stream_stream(f"/{wire.SERVICE}/{wire.CONTROL}")
+        self.calls.append(control(outgoing(), timeout=DEADLINE_S))
+        return self.calls[-1]
+
+    def join(self, worker: str = "stranger", token: str = "token", **changes: Any) -> Any:
+        hello = {"worker": worker, "run": RUN, "protocol": PROTOCOL_VERSION, "token": token, **changes}
+        return self.say(msgspec.msgpack.encode(hello))
+
+    def upload(self, *frames: bytes, token: str = "token") -> str:
+        """Upload these frames and return the server's reason for refusing them."""
+        stream = self.channel.stream_unary(f"/{wire.SERVICE}/{wire.UPLOAD}")
+        answer = stream(iter(frames), metadata=((wire.TOKEN_KEY, token),), timeout=DEADLINE_S)
+        return wire.decode(answer, wire.Receipt).reason
+
+    def close(self) -> None:
+        for _ in self.calls:
+            self.later.put(None)
+        self.channel.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[Callable[[str], Stranger]]:
+    strangers: list[Stranger] = []
+
+    def make(address: str) -> Stranger:
+        strangers.append(Stranger(address))
+        return strangers[-1]
+
+    yield make
+    for one in strangers:
+        one.close()
+
+
+def verdict_of(call: Any) -> wire.Verdict:
+    return wire.decode(next(call), wire.Verdict)
+
+
+def header(payload: bytes, **changes: Any) -> bytes:
+    fields = {"message": b"m", "length": len(payload), "checksum": wire.checksum(payload), **changes}
+    return wire.encode(wire.Header(**fields))
+
+
+# ---- the ordinary ----
+
+
+def test_control_frames_arrive_in_order_both_ways() -> None:
+    frames = [b"%d" % i for i in range(500)]
+    with serving() as (server, sink, address), client_of(address) as (client, client_sink):
+        client_sink.wait("connected")
+        for frame in frames:
+            client.send(frame)
+            server.send("learner-0", frame)
+        sink.wait("received", count=len(frames))
+        client_sink.wait("received", count=len(frames))
+    assert sink.words[0] == ("connected", "learner-0")
+    assert [words[2] for words in sink.said("received")] == frames
+    assert [words[1] for words in client_sink.said("received")] == frames
+
+
+@pytest.mark.parametrize("size", [0, 1, 64 << 10, (64 << 10) + 1, 3_000_000])
+def test_a_payload_arrives_whole_both_ways(size: int) -> None:
+    payload = os.urandom(size)
+    with serving() as (server, sink, address), client_of(address) as (client, client_sink):
+        client_sink.wait("connected")
+        client.send_bulk(b"push", payload, done=client_sink.done)
+        server.send_bulk("learner-0", 0, b"update", memoryview(payload))
+        assert sink.wait("received") == ("received", "learner-0", b"push", payload)
+        assert client_sink.wait("done") == ("done", True, "")
+        assert client_sink.wait("received") == ("received", b"update", payload)
+        assert sink.wait("sent") == ("sent", "learner-0", 0, size)
+        assert server.bytes_of("learner-0") == (size, size)
+        assert (server.bytes_in, server.bytes_out) == (size, size) == (client.bytes_out, client.bytes_in)
+
+
+def test_typed_and_multidimensional_buffers_are_payloads() -> None:
+    payload = memoryview(bytearray(range(24))).cast("i", shape=[2, 3])
+    with serving() as (_, sink, address), client_of(address) as (client, client_sink):
+        client_sink.wait("connected")
+        client.send_bulk(b"push", payload)
+        assert sink.wait("received")[3] == bytes(range(24))
+
+
+def test_a_buffer_with_gaps_is_refused_before_it_is_queued() -> None:
+    with serving() as (server, _, address), client_of(address) as (_, client_sink):
+        client_sink.wait("connected")
+        with pytest.raises(PayloadError, match="contiguous"):
+            server.send_bulk("learner-0", 0, b"", memoryview(bytes(10))[::2])
+
+
+def test_a_newer_payload_replaces_one_of_its_key_that_has_not_started() -> None:
+    big, options = bytes(8 << 20), NetworkOptions(chunk_bytes=64 << 10, window_bytes=64 << 10)
+    with serving(options) as (server, sink, address):
+        gate = threading.Event()
+        sink_of_client = Sink()
+        sink_of_client.answer = lambda *words: (
+            gate.wait(DEADLINE_S) if words[:2] == ("received", b"0") else None
+        )
+        client = Client(sink_of_client, options, address=address, worker="w", run=RUN)
+        client.start()
+        sink.wait("connected")
+        server.send_bulk("w", "first", b"0", b"")  # its receiver waits, so that `big` clogs the stream
+        server.send_bulk("w", "clog", b"1", big)
+        sink_of_client.wait("received", b"0")
+        sink.wait("sent", "w", "first")
+        for key, message in (("a", b"a1"), ("b", b"b1"), ("a", b"a2"), ("b", b"b2"), ("a", b"a3")):
+            server.send_bulk("w", key, message, b"x")
+        gate.set()
+        sink_of_client.wait("received", b"b2")
+        client.stop(grace_s=0.2)
+    assert [words[1] for words in sink_of_client.said("received")] == [b"0", b"1", b"a3", b"b2"]
+
+
+def test_sixteen_clients_upload_and_download_at_once() -> None:
+    names = [f"learner-{i}" for i in range(16)]
+    weights = os.urandom(300_000)
+    with serving() as (server, sink, address):
+        sinks = {name: Sink() for name in names}
+        clients = [Client(sinks[name], BRISK, address=address, worker=name, run=RUN) for name in names]
+        for client in clients:
+            client.start()
+        for name, client in zip(names, clients, strict=True):
+            sinks[name].wait("connected")
+            client.send_bulk(name.encode(), name.encode() * 20_000)
+        for name in names:
+            server.send_bulk(name, 0, b"update", weights, wire.checksum(weights))
+        sink.wait("received", count=16)
+        for name in names:
+            assert sinks[name].wait("received") == ("received", b"update", weights)
+        for client in clients:
+            client.stop(grace_s=0.2)
+    assert sorted((words[1], words[3]) for words in sink.said("received")) == sorted(
+        (name, name.encode() * 20_000) for name in names
+    )
+
+
+def test_stop_delivers_what_was_queued() -> None:
+    with serving() as (_, sink, address), client_of(address) as (client, client_sink):
+        client_sink.wait("connected")
+        client.send_bulk(b"last push", bytes(1_000_000), done=client_sink.done)
+        client.send(b"leave")
+        client.stop(grace_s=DEADLINE_S)
+        sink.wait("received", "learner-0", b"last push")
+        sink.wait("received", "learner-0", b"leave")
+        assert sink.wait("disconnected")[2] == "the worker closed the connection"
+        assert client_sink.said("done") == [("done", True, "")]
+
+
+def test_stop_leaves_no_thread_and_frees_the_port() -> None:
+    before = set(threading.enumerate())
+    with serving() as (server, _, address), client_of(address) as (_, client_sink):
+        client_sink.wait("connected")
+        server.send_bulk("learner-0", 0, b"", bytes(1000))
+        client_sink.wait("received")
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+        pass
+    ours = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("archipel")}
+    assert ours == set()
+
+
+def test_messages_and_payloads_beyond_the_limit_are_refused_to_their_sender() -> None:
+    options = NetworkOptions(frame_bytes_max=2000, transfer_bytes_max=5000)
+    client = Client(Sink(), options, address="127.0.0.1:1", worker="w", run=RUN)
+    server = Server(Sink(), options, listen="127.0.0.1:0", run=RUN)
+    with pytest.raises(TransportError, match=r"network.frame_bytes_max=2000"):
+        server.send("w", bytes(2001))
+    with pytest.raises(TransportError, match=r"5001 bytes exceeds network.transfer_bytes_max=5000"):
+        client.send_bulk(b"", bytes(5001))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"chunk_bytes": 0}, {"keepalive_s": 0}, {"backoff_s_min": 9.0}, {"frame_bytes_max": 1}]
+)
+def test_options_that_cannot_work_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"network.{next(iter(changes))}"):
+        NetworkOptions(**changes)
+
+
+# ---- addresses ----
+
+
+def test_port_in_use_names_address_and_remedy() -> None:
+    with serving() as (_, _, address):
+        second = Server(Sink(), BRISK, listen=address, run=RUN)
+        with pytest.raises(
+            TransportError, match=rf"{address}: Address already in use; stop what listens there"
+        ):
+            second.start()
+
+
+def test_port_zero_takes_a_free_port() -> None:
+    with serving() as (_, _, first), serving() as (_, _, second):
+        assert first != second
+        assert ":0" not in first + second
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    with pytest.raises(TransportError, match="listen on an address of this machine"):
+        Server(Sink(), BRISK, listen="192.0.2.1:0", run=RUN).start()
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:", ":7000", "a:b", "::1:7000", "h:70000", "h:0"])
+def test_a_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(TransportError, match="HOST:PORT"):
+        Client(Sink(), BRISK, address=address, worker="w", run=RUN).start()
+
+
+def test_a_name_that_does_not_resolve_is_a_clear_error_at_start() -> None:
+    client = Client(
+        Sink(), NetworkOptions(resolve_s_max=4.0), address="no-such.invalid:7000", worker="w", run=RUN
+    )
+    with pytest.raises(TransportError, match=r"'no-such.invalid' d(oes|id) not resolve.*IP address"):
+        client.start()
+    client.stop()
+
+
+# ---- coming and going ----
+
+
+def test_a_client_waits_for_a_server_that_is_not_there_yet() -> None:
+    with serving() as (_, _, address):
+        pass
+    with client_of(address) as (client, sink):
+        client.send(b"lost")
+        client.send_bulk(b"lost", b"x", done=sink.done)
+        assert sink.wait("done") == ("done", False, "not connected")
+        assert client.dropped == 1
+        with serving(listen=address) as (_, server_sink, _):
+            sink.wait("connected")
+            client.send(b"found")
+            server_sink.wait("received", "learner-0", b"found")
+    assert server_sink.said("received") == [("received", "learner-0", b"found", None)]
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_client_reconnects_after_the_server_restarted(tls: bool, tmp_path: Any) -> None:
+    if tls:
+        make_authority(tmp_path)
+    ours, theirs = (load(tmp_path, role) if tls else None for role in ("syncer", "learner"))
+    with serving(security=ours) as (_, first, address):
+        client = Client(sink := Sink(), BRISK, address=address, worker="w", run=RUN, security=theirs)
+        client.start()
+        first.wait("connected")
+        sink.wait("connected")
+    assert sink.wait("disconnected")[1] == "the server stops"
+    with serving(listen=address, security=ours) as (server, second, _):
+        second.wait("connected", "w")
+        sink.wait("connected", count=2)
+        server.send_bulk("w", 0, b"again", bytes(200_000))
+        sink.wait("received", b"again")
+    client.stop(grace_s=0.2)
+
+
+def test_close_tells_the_client_why_and_lets_it_come_back() -> None:
+    with serving() as (server, sink, address), client_of(address) as (_, client_sink):
+        client_sink.wait("connected")
+        server.close("learner-0", "silent for 15 s")
+        assert client_sink.wait("disconnected")[1] == "silent for 15 s"
+        assert sink.wait("disconnected") == ("disconnected", "learner-0", "silent for 15 s")
+        sink.wait("connected", count=2)
+        client_sink.wait("connected", count=2)
+
+
+def test_a_second_connection_of_a_name_replaces_the_first_in_order() -> None:
+    with serving() as (server, sink, address), client_of(address, "twin") as (_, older):
+        older.wait("connected")
+        with client_of(address, "twin") as (_, newer):
+            newer.wait("connected")
+            reason = older.wait("refused")
+            server.send("twin", b"for the newer")
+            newer.wait("received", b"for the newer")
+            assert reason[2] is True
+            assert "running twice" in reason[1]
+    assert [words[0] for words in sink.words] == ["connected", "disconnected", "connected", "disconnected"]
+    assert "replaced" in sink.words[1][2]
+    assert older.said("received") == []
+
+
+def test_a_half_open_connection_is_noticed_by_both_ends() -> None:
+    options = NetworkOptions(keepalive_s=0.5, keepalive_timeout_s=0.5, backoff_s_min=0.02, backoff_s_max=0.1)
+    with serving(options) as (_, sink, address):
+        relay = Relay(address)
+        with client_of(relay.start(), options=options) as (_, client_sink):
+            client_sink.wait("connected")
+            relay.half_open()
+            client_sink.wait("disconnected")
+            sink.wait("disconnected")
+            client_sink.wait("connected", count=2)
+        relay.stop()
+    assert [words[0] for words in sink.words[:3]] == ["connected", "disconnected", "connected"]
+
+
+def test_a_reset_fails_the_upload_under_way_and_the_client_comes_back() -> None:
+    with serving(PATIENT) as (_, sink, address):
+        relay = Relay(address)
+        with client_of(relay.start(), options=PATIENT) as (client, client_sink):
+            client_sink.wait("connected")
+            relay.throttle(200_000)
+            client.send_bulk(b"cut", bytes(10 << 20), done=client_sink.done)
+            client.send_bulk(b"behind it", b"x", done=client_sink.done)
+            sink.wait("allocated")
+            relay.cut()
+            assert client_sink.wait("done")[1] is False
+            assert client_sink.wait("done", count=2)[1] is False
+            relay.throttle(0)
+            client_sink.wait("connected", count=2)
+            client.send_bulk(b"after", b"y", done=client_sink.done)
+            sink.wait("received", "learner-0", b"after")
+        relay.stop()
+    assert [words[2] for words in sink.said("received")] == [b"after"]
+
+
+KILLED_UPLOADER = """
+import sys, time
+import grpc
+from archipel.runtime import wire
+channel = grpc.insecure_channel(sys.argv[1])
+def hello():
+    yield wire.encode(wire.Hello("victim", "", wire.PROTOCOL_VERSION, "token"))
+    time.sleep(60)
+control = channel.stream_stream(f"/{wire.SERVICE}/{wire.CONTROL}")(hello())
+next(control)
+def half():
+    yield wire.encode(wire.Header(b"push", 2 << 20, 0))
+    yield bytes(1 << 20)
+    print("half", flush=True)
+    time.sleep(60)
+channel.stream_unary(f"/{wire.SERVICE}/{wire.UPLOAD}")(half(), metadata=((wire.TOKEN_KEY, "token"),))
+"""
+
+
+def test_a_worker_killed_during_an_upload_is_gone_at_once_and_delivers_nothing() -> None:
+    with serving(PATIENT) as (_, sink, address):
+        victim = subprocess.Popen([sys.executable, "-c", KILLED_UPLOADER, address], stdout=subprocess.PIPE)
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == b"half\n"
+        sink.wait("allocated", 2 << 20)
+        os.kill(victim.pid, signal.SIGKILL)
+        sink.wait("disconnected", "victim")  # long before a keepalive could notice
+        victim.wait()
+        victim.stdout.close()
+    assert sink.said("received") == []
+
+
+def test_a_client_can_be_stopped_at_any_moment() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute, serving() as (_, _, address):
+        nobody = f"127.0.0.1:{mute.getsockname()[1]}"
+        for target, run in ((nobody, RUN), (address, RUN), (address, "other")):
+            before = set(threading.enumerate())
+            client = Client(sink := Sink(), BRISK, address=target, worker="w", run=run)
+            client.start()
+            if run == "other":
+                sink.wait("refused")
+            client.stop(grace_s=0.1)
+            client.stop()
+            client.send(b"late")
+            client.send_bulk(b"late", b"x", done=sink.done)
+            assert sink.wait("done") == ("done", False, "the client is stopped")
+            assert not [
+                one for one in set(threading.enumerate()) - before if one.name.startswith("archipel-c")
+            ]
+    Client(Sink(), BRISK, address=nobody, worker="w", run=RUN).stop()
+
+
+def test_an_upload_that_stalls_ends_with_its_connection(stranger: Any) -> None:
+    with serving() as (server, sink, address):
+        one = stranger(address)
+        assert verdict_of(one.join()).accepted
+        forever = threading.Event()
+
+        def frames() -> Iterator[bytes]:
+            yield header(b"abcd")
+            yield b"ab"
+            forever.wait()
+
+        upload = one.channel.stream_unary(f"/{wire.SERVICE}/{wire.UPLOAD}")
+        call = upload.future(frames(), metadata=((wire.TOKEN_KEY, "token"),))
+        sink.wait("allocated")
+        server.close("stranger", "too slow")
+        sink.wait("disconnected", "stranger", "too slow")
+        try:
+            reason = wire.decode(call.result(timeout=DEADLINE_S), wire.Receipt).reason
+        except grpc.RpcError as error:  # when the server was waiting for the next chunk
+            reason = str(error)
+        forever.set()
+        assert reason
+
+
+def test_many_connections_leave_no_file_open() -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with serving() as (_, sink, address):
+        counts = []
+        for i in range(1, 41):
+            with client_of(address) as (_, client_sink):
+                client_sink.wait("connected")
+            sink.wait("disconnected", count=i)
+            counts.append(open_files())
+    assert max(counts[20:]) < max(counts[:20]) + 10  # one a connection would be 20
+
+
+# ---- what no peer can do ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"run": "other"}, "serves run 'run-1', not 'other'"),
+        ({"protocol": PROTOCOL_VERSION + 1}, f"you speak version {PROTOCOL_VERSION + 1}"),
+        ({"worker": ""}, "1 to 200 printable characters"),
+        ({"worker": "a\nb"}, "printable"),
+        ({"token": ""}, "no token"),
+    ],
+)
+def test_a_hello_that_does_not_fit_is_refused_for_good(changes: Any, reason: str, stranger: Any) -> None:
+    with serving() as (_, sink, address):
+        verdict = verdict_of(stranger(address).join(**changes))
+        assert (verdict.accepted, verdict.final) == (False, True)
+        assert reason in verdict.reason
+    assert sink.words == []
+
+
+def test_a_client_of_another_run_stops_trying_and_says_why() -> None:
+    with serving() as (_, _, address), client_of(address, run="other") as (_, sink):
+        assert sink.wait("refused")[2] is True
+        assert "'run-1', not 'other'" in sink.said("refused")[0][1]
+        assert sink.said("connected") == []
+
+
+def test_a_full_server_refuses_for_now_and_takes_a_replacement(stranger: Any) -> None:
+    with serving(NetworkOptions(workers_max=1)) as (_, _, address):
+        one = stranger(address)
+        assert verdict_of(one.join("a", "t1")).accepted
+        refusal = verdict_of(one.join("b", "t2"))
+        assert (refusal.accepted, refusal.final) == (False, False)
+        assert "workers_max=1" in refusal.reason
+        assert verdict_of(one.join("a", "t3")).accepted
+
+
+def test_random_bytes_never_hurt_the_server(stranger: Any) -> None:
+    garbage = [os.urandom(size) for size in (1, 7, 100, 5000)]
+    bomb = b"cos\nsystem\n(S'touch /tmp/archipel-bomb'\ntR."
+    with serving() as (_, sink, address):
+        one = stranger(address)
+        for frame in (*garbage, bomb, b"\x81" * 3000, b"\x91" * 3000):
+            with pytest.raises(grpc.RpcError) as refused:
+                next(one.say(frame))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert verdict_of(one.join()).accepted
+        for frame in (*garbage, bomb):
+            assert "not a Header" in one.upload(frame)
+        assert "not a Header" in one.upload()
+        with client_of(address) as (client, client_sink):
+            client_sink.wait("connected")
+            client.send(b"still here")
+            sink.wait("received", "learner-0", b"still here")
+    assert sink.said("allocated") == []
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([header(b"abcd"), b"abc"], "after 3 of 4 bytes"),
+        ([header(b"abcd")], "after 0 of 4 bytes"),
+        ([header(b"abcd"), b"abcd", b"e"], "1 bytes came after 4 of 4"),
+        ([header(b"abcd"), b"abcde"], "5 bytes came after 0 of 4"),
+        ([header(b"abcd"), b"abcx"], "xxh3"),
+        ([header(b"", checksum=1)], "xxh3"),
+        ([header(b"abcd", checksum=-1), b"abcd"], "xxh3"),
+        ([header(b"abcd", length=-4), b"abcd"], "-4 bytes is not between 0"),
+    ],
+)
+def test_a_transfer_that_is_not_what_it_declares_is_refused(frames: Any, reason: str, stranger: Any) -> None:
+    with serving() as (_, sink, address):
+        one = stranger(address)
+        assert verdict_of(one.join()).accepted
+        assert reason in one.upload(*frames)
+        assert one.upload(header(b"good"), b"good") == ""
+        assert [words[3] for words in sink.said("received")] == [b"good"]
+
+
+def test_an_oversized_declaration_is_refused_before_memory_is_asked_for(stranger: Any) -> None:
+    with serving(NetworkOptions(transfer_bytes_max=1000)) as (_, sink, address):
+        one = stranger(address)
+        assert verdict_of(one.join()).accepted
+        assert "network.transfer_bytes_max=1000" in one.upload(header(bytes(1001)), bytes(1001))
+        assert "network.transfer_bytes_max=1000" in one.upload(header(b"", length=1 << 62))
+        assert sink.said("allocated") == []
+
+
+def test_a_frame_beyond_the_limit_ends_only_its_own_connection(stranger: Any) -> None:
+    options = NetworkOptions(chunk_bytes=64 << 10, frame_bytes_max=2000)
+    hello = wire.encode(wire.Hello("shouter", RUN, PROTOCOL_VERSION, "token"))
+    with serving(options) as (_, sink, address), client_of(address, options=options) as (client, client_sink):
+        client_sink.wait("connected")
+        for size in (2001, 10 << 20):
+            shouter = stranger(address)
+            assert verdict_of(shouter.say(hello)).accepted
+            shouter.later.put(bytes(size))
+            sink.wait("disconnected", "shouter", count=1 if size == 2001 else 2)
+            shouter.close()
+        client.send(b"unharmed")
+        sink.wait("received", "learner-0", b"unharmed")
+    assert sink.said("received", "shouter") == []
+
+
+def test_bulk_streams_need_a_connection_that_was_let_in(stranger: Any) -> None:
+    with serving() as (_, sink, address):
+        one = stranger(address)
+        assert "not connected" in one.upload(header(b"x"), b"x", token="guess")
+        download = one.channel.unary_stream(f"/{wire.SERVICE}/{wire.DOWNLOAD}")
+        with pytest.raises(grpc.RpcError) as refused:
+            next(download(b"", metadata=((wire.TOKEN_KEY, "guess"),), timeout=DEADLINE_S))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert sink.words == []
+
+
+def test_a_stream_without_hello_does_not_stay(stranger: Any) -> None:
+    with serving(NetworkOptions(connect_s_max=0.2)) as (_, sink, address):
+        with pytest.raises(grpc.RpcError) as refused:
+            next(stranger(address).say())
+        assert refused.value.code() is grpc.StatusCode.CANCELLED
+    assert sink.words == []
+
+
+def test_the_sink_may_refuse_an_upload_and_its_reason_reaches_the_sender() -> None:
+    with serving() as (_, sink, address), client_of(address) as (client, client_sink):
+        client_sink.wait("connected")
+        sink.refuse = "no pull of fragment 7 is open"
+        client.send_bulk(b"push", bytes(5 << 20), done=client_sink.done)
+        assert client_sink.wait("done") == ("done", False, "no pull of fragment 7 is open")
+        sink.refuse = ""
+        client.send_bulk(b"push", b"x", done=client_sink.done)
+        assert client_sink.wait("done", count=2) == ("done", True, "")
+    assert len(sink.said("connected")) == 1
+
+
+def test_a_download_the_client_refuses_is_thrown_away_and_the_next_arrives() -> None:
+    with serving() as (server, _, address), client_of(address) as (_, client_sink):
+        client_sink.wait("connected")
+        client_sink.refuse = "unknown fragment"
+        client_sink.answer = lambda *words: setattr(client_sink, "refuse", "")
+        server.send_bulk("learner-0", 0, b"refused", bytes(1_000_000))
+        server.send("learner-0", b"control")
+        client_sink.wait("received", b"control")
+        server.send_bulk("learner-0", 1, b"taken", b"abc")
+        assert client_sink.wait("received", b"taken") == ("received", b"taken", b"abc")
+
+
+def test_a_damaged_download_ends_the_connection_and_is_not_delivered() -> None:
+    with serving() as (server, _, address), client_of(address) as (_, client_sink):
+        client_sink.wait("connected")
+        server.send_bulk("learner-0", 0, b"update", b"abcd", checksum=1)
+        assert "xxh3" in client_sink.wait("disconnected")[1]
+        client_sink.wait("connected", count=2)
+    assert client_sink.said("received") == []
+
+
+def test_a_sink_that_fails_does_not_take_the_connection_with_it() -> None:
+    def fail_once(*words: Any) -> None:
+        sink.answer = lambda *words: None
+        raise RuntimeError("a bug in the owner")
+
+    with serving() as (_, sink, address), client_of(address) as (client, client_sink):
+        client_sink.wait("connected")
+        sink.answer = fail_once
+        client.send(b"one")
+        client.send(b"two")
+        sink.wait("received", "learner-0", b"two")
+    assert len(sink.said("disconnected")) == 1
+
+
+def test_a_worker_that_does_not_read_is_cut_off(stranger: Any) -> None:
+    options = NetworkOptions(backlog_frames_max=64, window_bytes=64 << 10)
+    with serving(options) as (server, sink, address):
+        stranger(address).join("deaf")  # and never reads its control stream
+        sink.wait("connected")
+        while not sink.said("disconnected"):
+            server.send("deaf", bytes(100_000))
+        assert "control frames wait unread" in sink.wait("disconnected", "deaf")[2]
