@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_learner(commands)
     _add_evaluator(commands)
     _add_data(commands)
+    _add_replay(commands)
     _add_tape(commands)
     _add_certs(commands)
     return parser
@@ -285,6 +286,49 @@ def _tape(options: argparse.Namespace) -> int:
 
     print(summary(options.run, options.rounds))
     return 0
+
+
+def _add_replay(commands: Any) -> None:
+    parser = _command(commands, "replay", _replay, "replay a run: bit for bit, or the same storm with one thing changed")
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--verify-only", action="store_true", help="only check that decisions follow from events")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change one thing, as in sync.merge=average: an ablation, not a copy",
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+
+def _replay(options: argparse.Namespace) -> int:
+    import msgspec
+
+    from .tape.replay import verify
+    from .tape.tape import digest
+
+    began = time.monotonic()
+    verified = verify(options.run)
+    found: dict[str, Any] = {
+        "equal": verified.equal,
+        "records": verified.records,
+        "first_difference": msgspec.to_builtins(verified.first_difference),
+        "tape_digest": digest(options.run),
+    }
+    if verified.equal and not options.verify_only:
+        from .roles.local import replay
+
+        found = msgspec.to_builtins(replay(Path(options.run), options.overrides, progress=_progress))
+    found["seconds"] = round(time.monotonic() - began, 3)
+    _report(found, options.json)
+    return 0 if found["equal"] or options.overrides else 1
+
+
+def _progress(records: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{records} records", end="", file=sys.stderr, flush=True)
 
 
 def _add_certs(commands: Any) -> None:

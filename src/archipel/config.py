@@ -57,8 +57,8 @@ def load(path: str | Path | None, overrides: list[str] | None = None) -> Config:
             raise ConfigError(f"{path}: {error.strerror}; give the path of a run's TOML file") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}") from None
-    for override in overrides or []:
-        _override(tree, override)
+    for text in overrides or []:
+        override(tree, text)
     return from_tree(tree)
 
 
@@ -72,7 +72,8 @@ def from_tree(tree: dict[str, Any]) -> Config:
     return config
 
 
-def _override(tree: dict[str, Any], text: str) -> None:
+def override(tree: dict[str, Any], text: str) -> None:
+    """Apply one `section.key=value` to nested plain data."""
     key, separator, value = text.partition("=")
     parts = key.strip().split(".")
     if not separator or len(parts) != 2:

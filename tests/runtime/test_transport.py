@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import msgspec
+import numpy
 import pytest
 
 from archipel.errors import ConfigError, PayloadError, TransportError
@@ -160,6 +162,14 @@ def verdict_of(call: Any) -> wire.Verdict:
     return wire.decode(next(call), wire.Verdict)
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Poll until it holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def header(payload: bytes, **changes: Any) -> bytes:
     fields = {"message": b"m", "length": len(payload), "checksum": wire.checksum(payload), **changes}
     return wire.encode(wire.Header(**fields))
@@ -203,6 +213,15 @@ def test_typed_and_multidimensional_buffers_are_payloads() -> None:
         client_sink.wait("connected")
         client.send_bulk(b"push", payload)
         assert sink.wait("received")[3] == bytes(range(24))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5)])
+def test_arrays_without_dimensions_or_elements_are_payloads(shape: tuple[int, ...]) -> None:
+    payload = numpy.ones(shape, dtype=numpy.float32)
+    with serving() as (server, _, address), client_of(address) as (_, client_sink):
+        client_sink.wait("connected")
+        server.send_bulk("learner-0", 0, b"update", payload.data)
+        assert client_sink.wait("received")[2] == payload.tobytes()
 
 
 def test_a_buffer_with_gaps_is_refused_before_it_is_queued() -> None:
@@ -499,7 +518,7 @@ def test_an_upload_that_stalls_ends_with_its_connection(stranger: Any) -> None:
 
         upload = one.channel.stream_unary(f"/{wire.SERVICE}/{wire.UPLOAD}")
         call = upload.future(frames(), metadata=((wire.TOKEN_KEY, "token"),))
-        sink.wait("allocated")
+        until(lambda: server.bytes_of("stranger")[0] == 2)
         server.close("stranger", "too slow")
         sink.wait("disconnected", "stranger", "too slow")
         try:
@@ -630,14 +649,15 @@ def test_a_frame_beyond_the_limit_ends_only_its_own_connection(stranger: Any) ->
 
 
 def test_bulk_streams_need_a_connection_that_was_let_in(stranger: Any) -> None:
-    with serving() as (_, sink, address):
+    with serving() as (_, sink, address), client_of(address) as (_, member):
+        member.wait("connected")
         one = stranger(address)
         assert "not connected" in one.upload(header(b"x"), b"x", token="guess")
         download = one.channel.unary_stream(f"/{wire.SERVICE}/{wire.DOWNLOAD}")
         with pytest.raises(grpc.RpcError) as refused:
             next(download(b"", metadata=((wire.TOKEN_KEY, "guess"),), timeout=DEADLINE_S))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert sink.words == []
+        assert sink.words == [("connected", "learner-0")]
 
 
 def test_a_stream_without_hello_does_not_stay(stranger: Any) -> None:
@@ -670,6 +690,7 @@ def test_a_download_the_client_refuses_is_thrown_away_and_the_next_arrives() -> 
         client_sink.wait("received", b"control")
         server.send_bulk("learner-0", 1, b"taken", b"abc")
         assert client_sink.wait("received", b"taken") == ("received", b"taken", b"abc")
+        assert client_sink.said("disconnected") == []
 
 
 def test_a_damaged_download_ends_the_connection_and_is_not_delivered() -> None:

@@ -157,7 +157,7 @@ class LearnerMachine:
         if not self.connected or self.state == "finished":
             return []
         actions: list[m.Action] = []
-        if now - self.spoke_at >= self.options.heartbeat_s:
+        if now >= self.spoke_at + self.options.heartbeat_s:
             actions.append(m.Send(m.SYNCER, m.Heartbeat()))
             self.spoke_at = now
         self.alarm_at = self.spoke_at + self.options.heartbeat_s

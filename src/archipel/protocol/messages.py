@@ -215,6 +215,7 @@ class StepCompleted(Event, frozen=True):
     tokens: int  # of this step
     step_s: float
     copied: tuple[int, ...] = ()
+    tick: int = 0  # the global tick that the step's learning rate followed
 
 
 class Applied(Event, frozen=True):

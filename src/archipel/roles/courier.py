@@ -31,6 +31,7 @@ from ..runtime.launch import die_with_parent
 from ..runtime.security import load
 from ..runtime.shared import Channel
 from ..runtime.wire import NetworkOptions
+from ..tape.replay import seed_of
 from ..tape.tape import Header, TapeWriter, tape_path
 
 log = logging.getLogger("archipel")
@@ -57,6 +58,7 @@ class Courier:
             role=arguments.role,
             incarnation=incarnation,
             started=time.time(),
+            settings=seed_of(machine),
             environment={"python": platform.python_version(), "host": platform.node(), "pid": os.getpid()},
         )
         tape = TapeWriter(tape_path(Path(arguments.out), arguments.name, incarnation), header)

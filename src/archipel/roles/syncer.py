@@ -28,6 +28,7 @@ from ..protocol.syncer import SyncerMachine, SyncerState
 from ..runtime import checkpoint, security, wire
 from ..runtime.host import Host, decode_envelope
 from ..runtime.transport import Server
+from ..tape.replay import seed_of
 from ..tape.tape import Header, TapeWriter, tape_path
 from ..train import data, models
 from ..train.compute import FragmentState, OuterState
@@ -154,7 +155,8 @@ class SyncerRole:
         except PayloadError as error:
             self.host.post(m.MergeFailed(merge.fragment, str(error)))
         else:
-            self.host.post(m.Merged(merge.fragment, merge.version))
+            digest = self.outer.fragment_digest(merge.fragment)
+            self.host.post(m.Merged(merge.fragment, merge.version, digest))
 
     # ---- checkpoints ----
 
@@ -210,7 +212,7 @@ class SyncerRole:
         return finish
 
 
-def restore(machine: SyncerMachine, outer: OuterState, found: checkpoint.Checkpoint) -> None:
+def restore(machine: SyncerMachine, outer: OuterState, found: checkpoint.Checkpoint) -> SyncerState:
     """Put a machine and its tensors where a checkpoint was taken."""
     try:
         state = msgspec.json.decode(found.state, type=SyncerState)
@@ -222,7 +224,8 @@ def restore(machine: SyncerMachine, outer: OuterState, found: checkpoint.Checkpo
             "resume with the options of the run that wrote it"
         )
     outer.restore(found.arrays("weights"), found.arrays("momentum"), state.versions)
-    machine.restore(state)
+    machine.restore(msgspec.json.decode(found.state, type=SyncerState))
+    return state
 
 
 # ---- opening ----
@@ -292,18 +295,19 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
         settings=configuration.settings_of(config),
         shards=config.data.shards,
     )
+    state = None
     if found is None:
         outer.begin(weights)
     else:
-        restore(machine, outer, found)
+        state = restore(machine, outer, found)
         log.info("resumed path=%s tick=%d digest=%s", found.path.name, machine.tick, outer.digest())
-    role = SyncerRole(machine, outer, _tape(config, opening.out), directory)
+    role = SyncerRole(machine, outer, _tape(config, opening.out, seed_of(machine, state)), directory)
     role.keep = config.checkpoint.keep
     role.server = _listen(role, config, opening)
     return role
 
 
-def _tape(config: configuration.Config, out: Path) -> TapeWriter:
+def _tape(config: configuration.Config, out: Path, seed: dict[str, Any]) -> TapeWriter:
     incarnation = secrets.token_hex(4)
     header = Header(
         run=config.run.name,
@@ -311,7 +315,7 @@ def _tape(config: configuration.Config, out: Path) -> TapeWriter:
         role=m.SYNCER,
         incarnation=incarnation,
         started=time.time(),
-        settings=configuration.settings_of(config),
+        settings={**configuration.settings_of(config), **seed},
         environment={
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),

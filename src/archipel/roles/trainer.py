@@ -1,12 +1,17 @@
 """The training process's half of a learner: copies out, updates in, at one known line (DESIGN.md, section 1).
 
-`Trainer.step` is all that runs in a user's loop. It touches shared memory and one local socket, never the network: at
-the end of an inner step it copies the fragments that can be asked for next, says that the step is done, lets the
+`Trainer.step` is all that runs in a user's loop. It touches shared memory and one local socket, never the network:
+at the end of an inner step it copies the fragments that can be asked for next, says that the step is done, lets the
 updates land that wait, and returns. It waits only where the run's settings say so (τ = 0, `max_lead_steps`).
+
+Invariants: a snapshot is taken before anything is applied; where a step may have to be waited after, it is: the
+courier has then said so before the next one begins.
 """
 
+import logging
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -18,14 +23,32 @@ from ..runtime.launch import spawn_courier
 from ..runtime.shared import Channel, Region, SlotPool
 from ..train.parameters import Parameters
 
-POLL_S = 0.5  # how often a trainer that waits looks whether its courier lives
+POLL_S = 0.5  # how often a trainer that waits looks whether it was asked to stop
+SAY_S = 10.0  # how often a trainer that cannot begin yet says so
+CLOSE_S = 10.0  # for a courier to deliver its goodbye
+
+log = logging.getLogger("archipel")
+
+
+def _never() -> str:
+    return ""
 
 
 class Trainer:
     """One learner's (or observer's) trainer, with its courier process."""
 
-    def __init__(self, courier_arguments: list[str], *, env: dict[str, str] | None = None) -> None:
-        """Start the courier; it connects and joins in the background. Arguments: see `roles.courier`."""
+    def __init__(
+        self,
+        courier_arguments: list[str],
+        *,
+        stopped: Callable[[], str] = _never,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        """Start the courier; it connects and joins in the background. Arguments: see `roles.courier`.
+
+        stopped: asked at every step and while waiting; a reason ends this worker's part.
+        """
+        self._stopped = stopped
         self._channel, theirs = Channel.pair()
         self._courier: subprocess.Popen[bytes] = spawn_courier(courier_arguments, theirs, env=env)
         self.build: frames.Build | None = None
@@ -42,14 +65,17 @@ class Trainer:
         self._watched: tuple[int, ...] = ()
         self._writes: dict[int, frames.Write] = {}
         self._holding = True  # until every fragment is adopted
-        self._resumed_at = time.perf_counter()
+        self._settled = 0  # newest step whose consequences the courier has told us
+        self._began = self._resumed_at = time.perf_counter()
+        self._said_at = self._began
 
     # ---- joining ----
 
     def settings(self) -> dict[str, Any]:
-        """Wait for the syncer's settings. JoinRefused if it will not have us."""
-        while self.build is None and not self.done:
+        """Wait for the syncer's settings; {} when stopped before. JoinRefused if it will not have us."""
+        while self.build is None and self._goes_on():
             self._receive(POLL_S)
+            self._say("the run's settings")
         if self.build is None:
             return {}
         self.options = options_of(self.build.settings)
@@ -66,39 +92,49 @@ class Trainer:
         )
         self.versions = [-1] * len(parameters.fragments)
         rounded = tuple(frames.Rounded(*part) for part in parameters.rounded())  # type: ignore[arg-type]
-        ready = frames.Ready(parameters.schema, layout, rounded)
-        self._channel.send(frames.encode(ready), [self._region.fd])
-        while self._holding and not self.done:
+        self._tell(frames.Ready(parameters.schema, layout, rounded), [self._region.fd])
+        while self._holding and self._goes_on():
             self._receive(POLL_S)
             self._land()
+            self._say("the run's weights")
         self._resumed_at = time.perf_counter()
+
+    def _say(self, what: str) -> None:
+        now = time.perf_counter()
+        if now - self._said_at >= SAY_S:
+            self._said_at = now
+            log.warning("waiting for=%r waited_s=%.0f (the courier's lines say why)", what, now - self._began)
 
     # ---- training ----
 
     def step(self, tokens: int) -> None:
         """Report one inner step over `tokens` tokens; let what has come land. See the module's description."""
-        now = time.perf_counter()
-        step_s = now - self._resumed_at
+        step_s = time.perf_counter() - self._resumed_at
         self._receive(0.0)
         self.step_count += 1
         copies = tuple(copy for fragment in self._watched if (copy := self._copy(fragment)) is not None)
         self._tell(frames.Stepped(self.step_count, tokens, step_s, copies))
         self._land()
-        while self._holding and not self.done:
+        while self._goes_on() and (self._holding or self._unsettled()):
             self._receive(POLL_S)
             self._land()
         self._resumed_at = time.perf_counter()
 
+    def _unsettled(self) -> bool:
+        """Whether the courier may still say that this step is one to wait after, or to copy the next at."""
+        return frames.paced(self.options) and self._settled < self.step_count
+
     def wait(self, timeout_s: float) -> None:
         """Let updates land for a while without training (an observer's life)."""
-        self._receive(timeout_s)
-        self._land()
+        if self._goes_on():
+            self._receive(timeout_s)
+            self._land()
 
     def close(self, reason: str) -> None:
-        """Say goodbye in order, and wait for the courier to end."""
+        """Say goodbye in order, and wait for the courier to end. Never raises."""
         try:
-            self._tell(frames.Ended(reason or self.reason))
-            self._courier.wait(timeout=10.0)
+            self._channel.send(frames.encode(frames.Ended(reason or self.reason)))
+            self._courier.wait(timeout=CLOSE_S)
         except (WorkerDied, subprocess.TimeoutExpired):
             self._courier.kill()
             self._courier.wait()
@@ -106,15 +142,23 @@ class Trainer:
         if self._region is not None:
             self._region.close()
 
+    def _goes_on(self) -> bool:
+        """Return whether this worker's part is not over; a request to stop ends it."""
+        if not self.done and (reason := self._stopped()):
+            self.done, self.reason = True, reason
+        return not self.done
+
     def _copy(self, fragment: int) -> tuple[int, int] | None:
         assert self._parameters is not None and self._snapshots is not None
         slot = self._snapshots.take()
         if slot is None:
-            return None  # the courier still holds older copies; it answers from those
+            return None  # the courier lags: the next step's copy will do
         self._parameters.read(fragment, self._snapshots.view(slot, self._parameters.numels[fragment]))
         return fragment, slot
 
     def _land(self) -> None:
+        if not self._writes:
+            return
         assert self._parameters is not None and self._updates is not None
         for write in self._writes.values():
             weights = self._updates.view(write.slot, self._parameters.numels[write.fragment])
@@ -125,9 +169,9 @@ class Trainer:
 
     # ---- the courier ----
 
-    def _tell(self, frame: frames.Frame) -> None:
+    def _tell(self, frame: frames.Frame, fds: list[int] | None = None) -> None:
         try:
-            self._channel.send(frames.encode(frame))
+            self._channel.send(frames.encode(frame), fds or ())
         except WorkerDied:
             self._receive(0.0)  # its last words may say why
             raise self._died() from None
@@ -155,6 +199,8 @@ class Trainer:
                 self._snapshots.give(slot)
             case frames.Pace(hold=hold):
                 self._holding = hold
+            case frames.Settled(step=step):
+                self._settled = step
             case frames.News(tick=tick):
                 self.tick = tick
             case frames.Halt(reason=reason, complete=complete):
@@ -163,9 +209,12 @@ class Trainer:
                     raise JoinRefused(f"the syncer turned this worker away: {reason}")
 
     def _died(self) -> WorkerDied:
-        code = self._courier.poll()
+        try:
+            code: int | None = self._courier.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = "closed its channel" if code is None else f"killed by signal {-code}" if code < 0 else f"exit {code}"
         return WorkerDied(
-            f"the courier process {self._courier.pid} of this learner is gone (exit code {code}): "
+            f"the courier process {self._courier.pid} of this learner is gone ({how}): "
             "without it nothing is reported; see its log above and start the learner again"
         )
-

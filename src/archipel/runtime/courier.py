@@ -59,7 +59,7 @@ class CourierCompute:
                     self._release(fragment)
                     self._desks[fragment].snapshot = slot
                 copied = tuple(fragment for fragment, _ in frame.copies)
-                self._said(m.StepCompleted(frame.step, frame.tokens, frame.step_s, copied))
+                self._said(m.StepCompleted(frame.step, frame.tokens, frame.step_s, copied, frame.tick))
             case frames.Wrote():
                 self._wrote(frame)
                 self._said(m.Applied(frame.fragment, frame.version, frame.step))
@@ -132,19 +132,9 @@ class CourierCompute:
             (version, weights), desk.waiting = desk.waiting, None
             self._updates.view(slot, weights.size)[:] = weights
             # `waiting` becomes the base once the trainer says it wrote it.
-            self._round(fragment, weights)
+            round_as_held(fragment, weights, self._rounded)
             desk.coming[version] = weights
             self._tell(frames.Write(fragment, version, slot))
-
-    def _round(self, fragment: int, weights: np.ndarray) -> None:
-        """Make of `weights` what the trainer's less precise tensors will hold."""
-        for part in self._rounded:
-            if part.fragment == fragment:
-                values = weights[part.start : part.stop]
-                if part.dtype == "bfloat16":
-                    codec.round_to_bf16(values, values)
-                else:
-                    values[:] = values.astype(np.float16)
 
     def _tell(self, frame: frames.Frame) -> None:
         self._channel.send(frames.encode(frame))
@@ -170,3 +160,13 @@ class CourierCompute:
         if self._region is not None:
             self._region.close()
 
+
+def round_as_held(fragment: int, weights: np.ndarray, rounded: tuple[frames.Rounded, ...]) -> None:
+    """Make of a fragment's weights, in place, what a trainer's less precise tensors will hold."""
+    for part in rounded:
+        if part.fragment == fragment:
+            values = weights[part.start : part.stop]
+            if part.dtype == "bfloat16":
+                codec.round_to_bf16(values, values)
+            else:
+                values[:] = values.astype(np.float16)

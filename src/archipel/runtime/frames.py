@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from ..protocol.messages import TensorSpec
+from ..protocol.schedule import SyncOptions
 from .shared import ALIGNMENT, SlotPool
 
 
@@ -69,6 +70,7 @@ class Stepped(Frame, frozen=True):
     tokens: int
     step_s: float
     copies: tuple[tuple[int, int], ...] = ()
+    tick: int = 0  # the global tick that the step's learning rate followed
 
 
 class Wrote(Frame, frozen=True):
@@ -121,6 +123,12 @@ class Pace(Frame, frozen=True):
     hold: bool
 
 
+class Settled(Frame, frozen=True):
+    """Said where `paced`: whatever this step calls for, a `Pace` or a `Watch`, was said before."""
+
+    step: int
+
+
 class News(Frame, frozen=True):
     """The newest tick the learner has heard of."""
 
@@ -136,7 +144,7 @@ class Halt(Frame, frozen=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(
-    Ready | Stepped | Wrote | Ended | Build | Watch | Write | Free | Pace | News | Halt
+    Ready | Stepped | Wrote | Ended | Build | Watch | Write | Free | Pace | Settled | News | Halt
 )
 
 
@@ -148,6 +156,14 @@ def encode(frame: Frame) -> bytes:
 def decode(data: bytes) -> Frame:
     """Return the frame that these bytes are."""
     return _DECODER.decode(data)
+
+
+def paced(options: SyncOptions) -> bool:
+    """Return whether a trainer may be told to wait after a step, and so must hear of each before the next.
+
+    At τ ≥ 1 without `max_lead_steps` it never waits, not even for its courier.
+    """
+    return options.overlap_steps == 0 or options.max_lead_steps is not None
 
 
 def layout(numels: tuple[int, ...], overlap_steps: int) -> Layout:

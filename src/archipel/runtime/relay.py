@@ -176,12 +176,10 @@ class Relay:
 
     async def _take(self, pipe: Pipe) -> None:
         """Read ahead, stamping each piece with the time it is due. An empty piece is the end."""
-        due = 0.0
         while True:
             piece = await pipe.reader.read(READ_BYTES)
-            now = self._loop.time()
             delay_s = self._conditions.delay_s + self._random.uniform(0.0, self._conditions.jitter_s)
-            due = max(due, now + delay_s)
+            due = self._loop.time() + delay_s
             await pipe.held.put((due, piece))
             if not piece:
                 return

@@ -200,10 +200,11 @@ class Engine:
     def _boot(self, name: str) -> None:
         if self._alive(name):
             return
+        self._lose(self.channels[name], "replaced")
         shard, position = self.journal.get(name, (-1, -1))
         self._host(name, LearnerMachine(name, f"{name}.{self._lives + 1}", self.run_name, shard, position,
                                         role=self.roles[name]))  # fmt: skip
-        self._dial(name, self.hosts[name].life)
+        self._at(self.now, self._dial, name, self.hosts[name].life)
 
     def _boot_syncer(self, state: SyncerState | None) -> None:
         settings = {"sync": to_builtins(self.sync)}
@@ -291,7 +292,9 @@ class Engine:
 
     def _planned(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._faults -= 1
-        work(*arguments)
+        booting = work in (self._boot, self._revive, self._set_slow, self._cut, self._heal)
+        if booting or self._alive(arguments[0]):
+            work(*arguments)
 
     def _handle(self, host: Host, event: m.Event, payload: Any) -> None:
         """Let a machine decide, record it, then carry out what it decided."""
@@ -526,8 +529,11 @@ class Engine:
             self._handle(host, m.StopRequested("stopped"), None)
 
     def _revive(self) -> None:
-        if not self._alive(m.SYNCER):
-            self._boot_syncer(self.saved)
+        if self._alive(m.SYNCER):
+            return
+        for channel in self.channels.values():
+            self._lose(channel, "replaced")
+        self._boot_syncer(self.saved)
 
 
 def uniform(seed: int, name: str, number: int) -> float:

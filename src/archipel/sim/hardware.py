@@ -58,9 +58,9 @@ class HardwareOptions(Struct, frozen=True, forbid_unknown_fields=True):
     mtbi_s: float = YEAR_S  # mean time between interruptions of one chip
     elastic: bool = True  # False: a learner waits for the repair of every failed slice
     step_s: float = 1.0  # mean duration of one inner step
-    downscale_s: float = 12.5  # fitted; the stop that goes on without a failed slice
-    upscale_s: float = 13.0  # fitted; the stop that takes slices back in
-    return_s: float = 50.0  # fitted; mean time from a chip's failure to its slice's return
+    downscale_s: float = 10.5  # fitted; the stop that goes on without a failed slice
+    upscale_s: float = 16.0  # fitted; the stop that takes slices back in
+    return_s: float = 46.5  # fitted; mean time from a chip's failure to its slice's return
     return_shape: float = 1.5  # k of the exponentiated Weibull; assumed, goodput hardly depends on it
     return_exponent: float = 1.5  # its exponent; 1 is a plain Weibull; assumed
     fails_while_stopped: bool = False  # the paper draws failures per step, so a stopped learner has none

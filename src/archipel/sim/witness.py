@@ -21,6 +21,7 @@ class LearnerView:
 
     held: set[int] = field(default_factory=set)
     needed: int = -1  # fragments of the model; -1: no welcome yet
+    incarnation: str = ""
     step: int = 0
     holding: bool = False
 
@@ -31,13 +32,13 @@ class Witness:
 
     options: SyncOptions
     now: dict[str, float] = field(default_factory=dict)
+    epoch: int = 1
     tick: int = 0
     ticks: list[tuple[float, m.Tally]] = field(default_factory=list)
     merged: list[tuple[float, int, int, tuple[str, ...]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     flying: dict[int, list[str]] = field(default_factory=dict)  # fragment -> folded so far
     asked: dict[tuple[str, int], bool] = field(default_factory=dict)  # (worker, fragment) under way -> full
-    members: dict[str, bool] = field(default_factory=dict)  # syncer's channels: open or not
     learners: dict[str, LearnerView] = field(default_factory=dict)
     notices: list[tuple[float, str, str]] = field(default_factory=list)
     wakes: int = 0
@@ -57,17 +58,7 @@ class Witness:
         if worker == m.SYNCER:
             self._syncer(now, event, actions)
         else:
-            self._learner(self.learners.setdefault(worker, LearnerView()), event, actions)
-
-    def restarted(self, worker: str, versions: list[int] | None = None, tick: int = 0) -> None:
-        """A new process of this worker begins; a syncer with what its checkpoint holds."""
-        if worker != m.SYNCER:
-            self.learners.pop(worker, None)
-            return
-        self.versions, self.tick = list(versions or []), tick
-        self.flying.clear()
-        self.asked.clear()
-        self.members.clear()
+            self._learner(self._view(worker, actions), event, actions)
 
     # ---- the syncer ----
 
@@ -91,8 +82,20 @@ class Witness:
                 if not any(isinstance(a, m.Fold) for a in actions):
                     self.asked.pop((worker, fragment), None)
         for action in actions:
+            if isinstance(action, m.Send) and isinstance(action.message, m.Welcome):
+                self._welcomed(action.message)
             self._decided(now, action)
         assert len(self.asked) <= self.options.pulls_max, f"{len(self.asked)} pushes under way"
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        """A syncer that came back says where it begins again."""
+        if welcome.epoch == self.epoch and welcome.tick >= self.tick:
+            assert list(welcome.versions) == self.versions
+            return
+        assert welcome.epoch > self.epoch or welcome.tick == 0, "an epoch went back"
+        self.epoch, self.tick, self.versions = welcome.epoch, welcome.tick, list(welcome.versions)
+        self.flying.clear()
+        self.asked.clear()
 
     def _forget(self, worker: str) -> None:
         # Bytes that are here already are folded all the same: only a pull is void.
@@ -129,6 +132,14 @@ class Witness:
                 self._forget(text.split()[1].removeprefix("worker="))
 
     # ---- a learner ----
+
+    def _view(self, worker: str, actions: list[m.Action]) -> LearnerView:
+        view = self.learners.setdefault(worker, LearnerView())
+        for action in actions:
+            if isinstance(action, m.Send) and isinstance(action.message, m.Join):
+                if action.message.incarnation != view.incarnation:
+                    view = self.learners[worker] = LearnerView(incarnation=action.message.incarnation)
+        return view
 
     def _learner(self, view: LearnerView, event: m.Event, actions: list[m.Action]) -> None:
         match event:

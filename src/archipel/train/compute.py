@@ -143,6 +143,10 @@ class OuterState:
         """Return xxh3 of the weights, in fragment order."""
         return _digest(state.weights for state in self.states)
 
+    def fragment_digest(self, fragment: int) -> str:
+        """Return xxh3 of one fragment's weights."""
+        return _digest([self.states[fragment].weights])
+
     def momentum_digest(self) -> str:
         """Return xxh3 of the outer momentum, in fragment order."""
         return _digest(state.momentum for state in self.states)

@@ -1,0 +1,324 @@
+"""Goodput and uptime of millions of chips, by jumping from event to event instead of from step to step.
+
+Decoupled DiLoCo, section 3.3 and Table 1. Learners do not wait for each other (K = 1), so each is simulated alone and
+only uptime, the share of time in which any of them steps, needs them side by side. A learner is in one of two states:
+
+    stepping --a chip failed in this step--> stopped (downscale_s)  --> stepping with fewer slices
+    stepping --slices came back-----------> stopped (upscale_s)    --> stepping with more slices
+    stepping --a chip failed, rigid-------> stopped (until the last failed slice is back, downscale_s, upscale_s)
+
+A step in which a chip fails is lost. What comes back while a learner is stopped joins at the end of that stop.
+
+Invariants: the useful time of a learner is whole steps; goodput = useful slice time / slice time the learner owns,
+never above 1; same options and seed, same figures.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from msgspec import Struct, to_builtins
+
+from archipel.errors import ConfigError
+from archipel.sim import baselines
+from archipel.sim.hardware import (
+    STREAM_FAILURES,
+    STREAM_HITS,
+    STREAM_RETURNS,
+    HardwareOptions,
+    ReturnTimes,
+    capacity_changes,
+    slices_per_learner,
+    step_factor,
+    stream,
+)
+
+_BATCH = 1024  # random numbers drawn at once
+
+
+class LearnerFigures(Struct, frozen=True):
+    """What one learner made of its time."""
+
+    goodput: float  # useful slice time over the slice time it owned; 0 if it owned none
+    uptime: float  # share of the horizon in which it stepped
+    failures: int  # failed slices
+    stops: int
+    steps: int  # useful steps, whatever their size
+
+
+class Goodput(Struct, frozen=True):
+    """What a cluster made of its time."""
+
+    goodput: float  # weighted by the slice time each learner owned
+    uptime: float  # share of the horizon in which any learner stepped
+    failures: int
+    horizon_s: float
+    learners: tuple[LearnerFigures, ...]
+
+
+class Timeline(Struct, frozen=True):
+    """When one learner made useful steps, and with how many slices. Arrays of one length, in order of time."""
+
+    start_s: np.ndarray  # (stretches,) float64
+    end_s: np.ndarray  # (stretches,) float64
+    slices: np.ndarray  # (stretches,) int64
+    owned_slice_s: float  # slice time the learner owned up to the horizon
+    failures: int
+    stops: int
+    step_s: float
+
+
+def simulate(options: HardwareOptions, seed: int = 0, horizon_s: float | None = None) -> Goodput:
+    """Return goodput and uptime of one cluster over a horizon, by default long enough for 20,000 failures.
+
+    Jitter and transient slowdowns do not matter here: a slow step is as useful to its chips as a fast one as long as
+    nobody waits, and with K = 1 nobody does.
+    """
+    horizon_s = default_horizon_s(options) if horizon_s is None else horizon_s
+    if not 0 < horizon_s < math.inf:
+        raise ConfigError(f"horizon_s={horizon_s} is not a length of time: use a positive number of seconds")
+    timelines = [timeline(options, learner, horizon_s, seed) for learner in range(options.learners)]
+    useful = [float(np.dot(line.end_s - line.start_s, line.slices)) for line in timelines]
+    owned = sum(line.owned_slice_s for line in timelines)
+    figures = tuple(
+        LearnerFigures(
+            goodput=slice_s / line.owned_slice_s if line.owned_slice_s else 0.0,
+            uptime=stepping_share([line], horizon_s),
+            failures=line.failures,
+            stops=line.stops,
+            steps=round(float((line.end_s - line.start_s).sum()) / line.step_s),
+        )
+        for line, slice_s in zip(timelines, useful, strict=True)
+    )
+    return Goodput(
+        goodput=sum(useful) / owned if owned else 0.0,
+        uptime=stepping_share(timelines, horizon_s),
+        failures=sum(line.failures for line in timelines),
+        horizon_s=horizon_s,
+        learners=figures,
+    )
+
+
+def default_horizon_s(options: HardwareOptions, failures: int = 20_000) -> float:
+    """Return the time in which so many chips fail if all keep running; a day where chips never fail."""
+    return failures * options.mtbi_s / options.chips if options.mtbi_s < math.inf else 86400.0
+
+
+def stepping_share(timelines: list[Timeline], horizon_s: float) -> float:
+    """Return the share of the horizon in which at least one of the learners makes useful steps."""
+    starts = np.concatenate([line.start_s for line in timelines])
+    ends = np.concatenate([line.end_s for line in timelines])
+    if not len(starts):
+        return 0.0
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], ends[order]
+    reached = np.maximum.accumulate(ends)
+    # Time gained by a stretch is what lies beyond everything before it.
+    before = np.concatenate(([0.0], reached[:-1]))
+    return float(np.maximum(0.0, ends - np.maximum(starts, before)).sum() / horizon_s)
+
+
+def timeline(options: HardwareOptions, learner: int, horizon_s: float, seed: int = 0) -> Timeline:
+    """Return one learner's useful stretches up to the horizon. Cost grows with its failures, not with time."""
+    walk = _Walk(options, learner, horizon_s, seed)
+    while walk.now_s < horizon_s:
+        walk.advance()
+    return Timeline(
+        start_s=np.array(walk.starts),
+        end_s=np.array(walk.ends),
+        slices=np.array(walk.sizes, dtype=np.int64),
+        owned_slice_s=walk.owned_slice_s,
+        failures=walk.failures,
+        stops=walk.stops,
+        step_s=walk.step_s,
+    )
+
+
+def _exponentials(generator: np.random.Generator) -> Iterator[float]:
+    while True:
+        yield from generator.standard_exponential(_BATCH).tolist()
+
+
+def _uniforms(generator: np.random.Generator) -> Iterator[float]:
+    while True:
+        yield from generator.random(_BATCH).tolist()
+
+
+class _Walk:
+    """One learner on its way through time.
+
+    `exposure` is what is left until the next failure, in units of mean failures: a stepping learner uses it up at
+    `live · failure_hz`, so that a change of size in between needs no new draw.
+    """
+
+    def __init__(self, options: HardwareOptions, learner: int, horizon_s: float, seed: int) -> None:
+        self.options, self.horizon_s = options, horizon_s
+        self.step_s = options.step_s * step_factor(options, learner)
+        self.owned = self.live = slices_per_learner(options)
+        self.failure_hz = options.chips / options.learners / self.live / options.mtbi_s  # of one slice
+        self.exposures = _exponentials(stream(seed, learner, STREAM_FAILURES))
+        self.hits = _uniforms(stream(seed, learner, STREAM_HITS))
+        self.returns = ReturnTimes(options, stream(seed, learner, STREAM_RETURNS))
+        self.changes = capacity_changes(options, seed, learner)
+        self.change_s, self.change_to = next(self.changes, (math.inf, 0))
+        self.exposure = next(self.exposures)
+        self.out: list[float] = []  # heap of the times at which failed slices return
+        self.now_s = self.owned_slice_s = 0.0
+        self.failures = self.stops = 0
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.sizes: list[int] = []
+
+    def advance(self) -> None:
+        """Go on to the next event: a change of size, a failure, or the horizon."""
+        next_s = min(self.out[0] if self.out else math.inf, self.change_s)
+        if next_s <= self.now_s:
+            present = self.now_s > 0 and self.owned > 0
+            grew = self.admit()
+            # What a learner owns when the run starts, or when it comes into being, stops nobody.
+            if present and self.owned:
+                self.stop(self.options.upscale_s if grew else self.options.downscale_s)
+        elif not self.live:
+            self.pass_time(next_s)
+        else:
+            self.step_until(next_s)
+
+    def admit(self) -> bool:
+        """Take in what is due: returned slices and changes of capacity. Return whether the learner grew."""
+        before = self.live
+        while self.out and self.out[0] <= self.now_s:
+            heapq.heappop(self.out)
+            self.live += 1
+        while self.change_s <= self.now_s:
+            self.resize(self.change_to)
+            self.change_s, self.change_to = next(self.changes, (math.inf, 0))
+        return self.live > before
+
+    def resize(self, slices: int) -> None:
+        """Own so many slices from now on; healthy ones are given away first."""
+        self.live += slices - self.owned
+        self.owned = slices
+        while self.live < 0:
+            self.out.pop()  # the last leaf of a heap: removing it keeps the order of the rest
+            self.live += 1
+
+    def step_until(self, event_s: float) -> None:
+        """Step whole steps until a failure, the event's step boundary or the horizon, whichever is first."""
+        failing_hz = self.live * self.failure_hz
+        to_event = math.ceil((min(event_s, self.horizon_s) - self.now_s) / self.step_s)
+        to_failure = self.exposure / failing_hz / self.step_s if failing_hz else math.inf
+        if to_failure >= to_event:
+            self.exposure -= to_event * self.step_s * failing_hz
+            self.useful(max(1, to_event))
+            return
+        whole = int(to_failure)
+        self.useful(whole)
+        self.fail(self.step_s * failing_hz * (whole + 1) - self.exposure)
+
+    def useful(self, steps: int) -> None:
+        """Record a stretch of useful steps; a step that the horizon cuts off does not count."""
+        end_s = self.now_s + steps * self.step_s
+        if end_s > self.horizon_s:
+            end_s -= self.step_s
+        if end_s > self.now_s:
+            self.starts.append(self.now_s)
+            self.ends.append(end_s)
+            self.sizes.append(self.live)
+        self.pass_time(self.now_s + steps * self.step_s)
+
+    def fail(self, rest: float) -> None:
+        """Lose this step and every slice that fails in it. rest: exposure from the first failure to its end."""
+        failed = 1
+        exposure = next(self.exposures)
+        while exposure < rest:
+            failed += next(self.hits) * self.live >= failed  # it may hit a slice that is already down
+            rest -= exposure
+            exposure = next(self.exposures)
+        self.exposure = exposure - rest
+        self.failures += failed
+        self.pass_time(self.now_s + self.step_s)
+        away_s = [self.returns.draw() for _ in range(failed)]
+        if not self.options.elastic:
+            self.stop(max(away_s) + self.options.downscale_s + self.options.upscale_s)
+            return
+        self.live -= failed
+        for seconds in away_s:
+            heapq.heappush(self.out, self.now_s + seconds)
+        self.stop(self.options.downscale_s)
+
+    def stop(self, seconds: float) -> None:
+        """Stand still; what fails or comes back meanwhile is dealt with in the same stop."""
+        self.stops += 1
+        self.pass_time(self.now_s + seconds)
+        self.admit()
+        if self.options.fails_while_stopped and self.options.elastic:
+            self.fail_while_stopped(seconds)
+
+    def fail_while_stopped(self, seconds: float) -> None:
+        """Use up exposure during a stop; the reconfiguration under way leaves those slices out too."""
+        left_s = seconds
+        while self.live and self.exposure < left_s * self.live * self.failure_hz:
+            left_s -= self.exposure / (self.live * self.failure_hz)
+            self.exposure = next(self.exposures)
+            self.live -= 1
+            self.failures += 1
+            heapq.heappush(self.out, self.now_s - left_s + self.returns.draw())
+        self.exposure -= left_s * self.live * self.failure_hz
+
+    def pass_time(self, to_s: float) -> None:
+        """Let time pass and count the slice time owned, up to the horizon."""
+        seconds = min(to_s, self.horizon_s) - min(self.now_s, self.horizon_s)
+        self.owned_slice_s += self.owned * seconds
+        self.now_s = to_s
+
+
+def closed_form(options: HardwareOptions) -> tuple[float, float]:
+    """Return (goodput, uptime) to first order, without drawing anything: an oracle beside the simulation.
+
+    A learner steps usefully a share u of its time and meets λ failing steps per useful second (geometric, since
+    failures are noticed at the end of a step). Each costs that step and a downscale; its return costs an upscale
+    if it finds the learner stepping (share u), so u solves u · (1 + λ · (step + downscale + upscale · u)) = 1.
+    On average λ · u · return_s slices are out. Even speeds, no capacity trace, no failures during stops.
+    """
+    chip_hz = options.chips / options.learners / options.mtbi_s
+    failing_hz = math.expm1(chip_hz * options.step_s) / options.step_s
+    if not options.elastic:
+        lost_s = options.step_s + options.return_s + options.downscale_s + options.upscale_s
+        up = 1 / (1 + failing_hz * lost_s)
+        return up, 1 - (1 - up) ** options.learners
+    linear = 1 + failing_hz * (options.step_s + options.downscale_s)
+    square = failing_hz * options.upscale_s
+    up = 2 / (linear + math.sqrt(linear**2 + 4 * square))
+    slices = slices_per_learner(options)
+    present = 1 / (1 + failing_hz * up * options.return_s / slices)
+    return up * present, 1 - (1 - up) ** options.learners
+
+
+def table1(seed: int = 0, failures: int = 20_000) -> dict[str, object]:
+    """Return Table 1 of the paper as simulated here: percentages by row for 150k … 2.4M chips, one set of constants.
+
+    failures: how many chips fail in each cell; more make it longer and less noisy.
+    """
+    began_s = time.perf_counter()
+    goodput: dict[str, list[float]] = {}
+    uptime: dict[str, list[float]] = {}
+    for row in baselines.TABLE1_ROWS:
+        cells = []
+        for chips in baselines.TABLE1_CHIPS:
+            options = baselines.table1_options(row, chips)
+            cells.append(simulate(options, seed, default_horizon_s(options, failures)))
+        goodput[row] = [round(100 * cell.goodput, 2) for cell in cells]
+        uptime[row] = [round(100 * cell.uptime, 2) for cell in cells]
+    return {
+        "goodput": goodput,
+        "uptime": uptime,
+        "constants": baselines.table1_constants(),
+        "seconds": round(time.perf_counter() - began_s, 3),
+    }
+
+
+def as_dict(figures: Goodput) -> dict[str, object]:
+    """Return the figures as plain values, for JSON."""
+    return to_builtins(figures)
