@@ -67,9 +67,15 @@ def from_tree(tree: dict[str, Any]) -> Config:
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}; `archipel train --help` shows where options are listed") from None
+        words = str(error).replace("`$.", "`").replace("Object contains unknown field", "there is no option")
+        raise ConfigError(f"configuration: {words}; docs/guide.md says where options are listed") from None
     validate(config)
     return config
+
+
+def from_settings(settings: dict[str, Any]) -> Config:
+    """Return the configuration that a syncer's settings stand for; what is not ours to know is passed over."""
+    return from_tree({key: value for key, value in settings.items() if key in Config.__struct_fields__})
 
 
 def override(tree: dict[str, Any], text: str) -> None:
@@ -82,7 +88,10 @@ def override(tree: dict[str, Any], text: str) -> None:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()  # a bare word is a string
-    tree.setdefault(parts[0], {})[parts[1]] = parsed
+    section = tree.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"--set {text!r}: {parts[0]} is no section in the file; write [{parts[0]}] there")
+    section[parts[1]] = parsed
 
 
 def validate(config: Config) -> None:
@@ -91,6 +100,10 @@ def validate(config: Config) -> None:
         check(section, getattr(config, section))
     for rule in _broken_rules(config.sync):
         raise ConfigError(f"sync.{rule}")
+    if not config.run.name.strip():
+        raise ConfigError("run.name is empty: it tells runs apart; give one")
+    if config.checkpoint.keep < 1:
+        raise ConfigError(f"checkpoint.keep={config.checkpoint.keep} must be at least 1: a syncer resumes from them")
     if config.sync.learners > config.data.shards:
         raise ConfigError(
             f"sync.learners={config.sync.learners} exceeds data.shards={config.data.shards}: "
@@ -134,8 +147,10 @@ def _broken_rules(sync: SyncOptions) -> list[str]:
             "a learner would wait for updates that may still be in flight; use at least the overlap"
         )
     for name in ("heartbeat_s", "silence_s", "pull_deadline_s"):
-        if getattr(sync, name) <= 0:
+        if not getattr(sync, name) > 0:
             broken.append(f"{name}={getattr(sync, name)} must be positive")
+    if not sync.idle_exit_s >= 0:
+        broken.append(f"idle_exit_s={sync.idle_exit_s} must not be negative; 0 waits for ever")
     if sync.silence_s <= 2 * sync.heartbeat_s:
         broken.append(
             f"silence_s={sync.silence_s} is not above two sync.heartbeat_s={sync.heartbeat_s}: "

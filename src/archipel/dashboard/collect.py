@@ -18,7 +18,9 @@ from msgspec import Struct
 
 from ..protocol import messages as m
 from ..protocol.messages import SYNCER
-from ..tape.record import Record
+from ..protocol.syncer import SyncerMachine
+from ..tape.record import Header, Record
+from ..tape.replay import machine_of
 
 STILL_STEPPING = 3.0  # no step for so many medians: not stepping (specification, section 3)
 QUIET_S_MIN = 1.0  # a view that flickers at steps of milliseconds says nothing
@@ -214,7 +216,10 @@ class Series:
         self.line_count = 0  # all lines there ever were
         self.finished: m.Finish | None = None
         self.ending = False
-        self.fates: dict[str, Any] = {}  # the ledger's table, set by who has one
+        self._mirror: SyncerMachine | None = None
+        self._fates: dict[str, Any] = {}
+        self._push_bytes: list[int] = []
+        self._update_bytes: list[int] = []
         self.bytes_sent: int | None = None
         self.bytes_received: int | None = None
         self.val_loss_first: float | None = None
@@ -223,6 +228,23 @@ class Series:
         self._flying: dict[int, Round] = {}
         self._pushes: dict[tuple[int, str], m.Push] = {}
         self._folds: dict[tuple[int, str], tuple[float, int]] = {}
+
+    def mirror(self, header: Header) -> None:
+        """Keep the syncer's ledger too, by letting its machine decide again; before the tape's first record."""
+        if header.worker == SYNCER and "machine" in header.settings:
+            machine = machine_of(header)
+            self._mirror = machine if isinstance(machine, SyncerMachine) else None
+            self._push_bytes = header.environment.get("push_bytes", [])
+            self._update_bytes = header.environment.get("update_bytes", [])
+
+    @property
+    def fates(self) -> dict[str, Any]:
+        """The ledger's table as of the newest record: tokens by fate; empty without a mirror."""
+        return self._mirror.ledger.table() if self._mirror is not None else self._fates
+
+    @fates.setter
+    def fates(self, table: dict[str, Any]) -> None:
+        self._fates = table
 
     def take(self, record: Record, worker: str = SYNCER) -> None:
         """Take the next record of a worker's tape; of others than the syncer only what they say counts."""
@@ -233,6 +255,9 @@ class Series:
             if record.i == 0:
                 self._restart()
             self.meter.take(record)
+            if self._mirror is not None:
+                self._mirror.handle(record.t, record.event)
+                self._count_bytes(record)
             self._asking = None
             self._event(record.t, record.event)
         elif isinstance(record.event, m.StepCompleted):
@@ -273,6 +298,20 @@ class Series:
             return fates["merged"] / fates["consumed"] if fates["consumed"] else None
         consumed = learner.tokens_total * self.fragments
         return learner.merged / consumed if consumed else None
+
+    def _count_bytes(self, record: Record) -> None:
+        """Payload bytes, as their fragments' sizes tell."""
+        match record.event:
+            case m.Received(message=m.Push(fragment=fragment, full=False)) if fragment < len(self._push_bytes):
+                self.bytes_received = (self.bytes_received or 0) + self._push_bytes[fragment]
+            case _:
+                pass
+        for action in record.actions:
+            match action:
+                case m.Send(message=m.Update(fragment=fragment)) if fragment < len(self._update_bytes):
+                    self.bytes_sent = (self.bytes_sent or 0) + self._update_bytes[fragment]
+                case _:
+                    pass
 
     def _restart(self) -> None:
         """Another syncer process: what was in flight is gone, members must join again."""

@@ -216,6 +216,7 @@ def _tape_line(file: TapeFile, series: Series) -> tuple[str, ...]:
         tape = TapeTail(file.path)
         if file.worker == SYNCER and tape.header:
             series.meter.quorum = tape.header.settings.get("sync", {}).get("quorum", 1)
+            series.mirror(tape.header)
         for record in tape:
             first, last, records = first or record, record, records + 1
             steps += isinstance(record.event, StepCompleted)

@@ -73,12 +73,14 @@ class LearnerMachine:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     pulls: dict[int, m.Pull] = field(default_factory=dict)  # asked for, no copy to answer with yet
     wanted: dict[int, None] = field(default_factory=dict)  # will be asked for, as far as closed ticks tell
-    missing: dict[int, int] = field(default_factory=dict)  # fragment -> version to adopt before it counts
-    asked: dict[int, int] = field(default_factory=dict)  # fragment -> version of the newest `Apply`
+    missing: set[int] = field(default_factory=set)  # fragments to adopt before it counts
+    asked: dict[int, int] = field(default_factory=dict)  # fragment -> newest update of this connection
+    adopted: set[int] = field(default_factory=set)  # fragments on which one of them has landed
     copying: tuple[int, ...] = ()
     lead: Lead = field(default_factory=Lead)
     done: m.Done | None = None
     joined_step: int = 0  # step named in the last join
+    adopted_step: int = 0  # step at which the last of `adopted` landed
     spoke_at: float = 0.0
     alarm_at: float = -1.0
 
@@ -121,18 +123,23 @@ class LearnerMachine:
         if self.state == "connecting":
             self.state = "joining"
         self.joined_step = self.step
+        # What was on its way when the channel broke may belong to another epoch: only what comes now counts.
+        self.asked.clear()
+        self.adopted.clear()
+        self.lead.published.clear()
+        held = any(version >= 0 for version in self.versions)
         join = m.Join(
             run=self.run,
             role="observer" if self.role == "observer" else "learner",
             incarnation=self.incarnation,
             schema=self.schema,
             epoch=self.epoch,
-            versions=tuple(self.versions),
+            versions=tuple(self.versions) if held else (),
             step=self.step,
             tokens=self.tokens,
             shard=self.shard,
             position=self.position + self.tokens if self.position >= 0 else -1,
-            counters=tuple((self.step - c.step, self.tokens - c.tokens) for c in self.counters),
+            counters=tuple((self.step - c.step, self.tokens - c.tokens) for c in self.counters if held),
         )
         return [m.Send(m.SYNCER, join)]
 
@@ -149,6 +156,9 @@ class LearnerMachine:
         self.schema = schema
         if self.state != "preparing":
             return []
+        # From here on updates can be taken, even one that overtakes its welcome: it has a lane of its own.
+        self.versions = [-1] * self.options.fragments
+        self.counters = [Counters() for _ in self.versions]
         self.state = "connecting"
         return self._connect() if self.connected else []
 
@@ -193,16 +203,12 @@ class LearnerMachine:
         if not self.schema:
             self.state, self.position = "preparing", welcome.position
             return [m.Prepare(welcome.settings, welcome.shard, welcome.position)]
-        if not self.versions:
-            self.versions = [-1] * len(welcome.versions)
-            self.counters = [Counters() for _ in welcome.versions]
         self.epoch = welcome.epoch
-        # What was on its way when the channel broke may belong to another epoch: only what comes now counts.
-        self.missing = {fragment: welcome.versions[fragment] for fragment in welcome.follow}
-        self.asked.clear()
-        self.lead.credit = min(welcome.credit + self.step - self.joined_step, self.options.interval_steps)
+        self.missing = {fragment for fragment in welcome.follow if fragment not in self.adopted}
+        # The syncer counts from the join on, or from the landing of the last update that follows it.
+        since = self.adopted_step if welcome.follow and not self.missing else self.joined_step
+        self.lead.credit = min(welcome.credit + self.step - since, self.options.interval_steps)
         self.lead.unsettled.clear()
-        self.lead.published.clear()
         if self.state != "running":
             self.state = "adopting"
             return self._adopted()
@@ -362,13 +368,17 @@ class LearnerMachine:
         if fragment in self.pulls:
             pull = self.pulls.pop(fragment)
             actions += self._pull(pull)
-        if fragment in self.missing and applied.version == self.asked.get(fragment):
+        if applied.version == self.asked.get(fragment):
+            self.adopted.add(fragment)
+            self.adopted_step = self.step
             actions += self._complete(fragment)
         return actions + (self._stop_when_complete() if self.role == "observer" else [])
 
     def _complete(self, fragment: int) -> list[m.Action]:
         """A fragment that was missing is there; with the last of them the learner may be counted again."""
-        del self.missing[fragment]
+        if fragment not in self.missing:
+            return []
+        self.missing.discard(fragment)
         if self.missing:
             return []
         # The syncer counts from this moment on; what was stepped on the old weights does not count.

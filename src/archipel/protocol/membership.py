@@ -145,12 +145,11 @@ class Roster:
                 open_tokens = [tokens for _, tokens in join.counters]
                 self.ledger.resumed(name, join.tokens, open_tokens, list(join.versions))
         else:
-            if account is not None and account.open:
-                self.ledger.lose(name)
-            # Its position shows what the incarnation before it consumed after its last report.
-            if account is not None and account.tail_unknown and drawn - join.tokens >= known:
-                self.ledger.tail(name, drawn - join.tokens - known)
             self.ledger.begin(name, join.incarnation)
+            # Its position shows what was consumed before it and never reported: by an incarnation that died, or
+            # since the checkpoint this syncer came back from.
+            if drawn - join.tokens >= known:
+                self.ledger.tail(name, drawn - join.tokens - known)
             known += join.tokens
         self.ledger.reported(name, join.tokens)
         self.positions[name] = max(known, drawn, join.tokens)

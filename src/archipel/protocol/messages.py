@@ -230,6 +230,7 @@ class Prepared(Event, frozen=True):
     """A learner's compute port is ready to adopt weights: the model is built to the settings received."""
 
     schema: tuple[TensorSpec, ...]
+    environment: dict[str, Any] = {}  # of the computing process: what could change a bit of a result
 
 
 class Folded(Event, frozen=True):

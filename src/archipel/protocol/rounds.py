@@ -275,11 +275,9 @@ class Rounds:
 
     def drop(self, now: float, worker: str) -> list[m.Action]:
         """A worker is gone: its rounds go on without it."""
-        actions: list[m.Action] = []
-        for round_ in list(self.flying.values()):
-            if round_.drop(worker):
-                actions += self._go_on(now, round_)
-        return actions
+        # Out of all of them before any goes on: a freed place must not be given to it again.
+        touched = [round_ for round_ in self.flying.values() if round_.drop(worker)]
+        return [action for round_ in touched for action in self._go_on(now, round_)]
 
     def expire(self, now: float) -> list[m.Action]:
         """Leave out whoever is slower than its deadline, in this round."""

@@ -46,6 +46,7 @@ class SyncerMachine:
     ledger: Ledger = field(default_factory=lambda: Ledger(0))
     roster: Roster = field(init=False)
     rounds: Rounds = field(init=False)
+    begun: bool = False
     phase: str = "running"
     tries_left: int = LAST_TRIES
     parting_until: float = 0.0
@@ -89,12 +90,17 @@ class SyncerMachine:
         """Return what to do about the event, then whatever ticks and rounds can go on because of it."""
         if self.phase == "finished":
             return []
-        if self.idle_since is None and not self.members:
-            self.idle_since = now
-        actions = self._react(now, event)
+        actions = [] if self.begun else self._begin(now)
+        actions += self._react(now, event)
         actions += self._expire(now)
         actions += self._advance(now)
         return actions + self._alarm(now)
+
+    def _begin(self, now: float) -> list[m.Action]:
+        """Save first of all: an epoch that nobody could tell from the next one would have no name."""
+        self.begun = True
+        self.idle_since = now
+        return [m.Save(self.rounds_merged)]
 
     def _react(self, now: float, event: m.Event) -> list[m.Action]:
         match event:

@@ -36,6 +36,7 @@ from ..tape.tape import Header, TapeWriter, tape_path
 
 log = logging.getLogger("archipel")
 
+LOOK_S = 1.0  # how often to look for frames that the kernel had no room for
 PARTING_S = 5.0  # for goodbyes to leave and for the trainer to close
 
 
@@ -159,7 +160,9 @@ class Courier:
         poll.register(self.channel.fileno(), select.POLLIN)
         drained = threading.Event()
         while self.host.finished is None:
-            poll.poll()
+            # A trainer that was frozen may have left us with frames unsent; it may now wait for one of them.
+            if not poll.poll(LOOK_S * 1000) and not self.channel.unsent:
+                continue
             drained.clear()
             self.host.call(lambda: self._drain(drained))
             drained.wait()

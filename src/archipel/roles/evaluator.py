@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from ..config import Config
-from ..train import data, models
+from ..train import models
 from ..train.evaluate import Evaluation, evaluate
-from .learner import Learner, Metrics, StopFlag, agreed
+from .learner import Learner, Metrics, Parting, StopFlag, agreed, load_data
 
 WAIT_S = 0.2
 
@@ -20,22 +20,38 @@ WAIT_S = 0.2
 def watch(config: Config, *, syncer: str, out: Path, tls: str = "") -> None:
     """Evaluate until the run is done, writing lines of kind "validation" to `metrics.jsonl`."""
     torch.set_num_threads(1)
-    stop = StopFlag()
-    observer = Learner(torch.nn.Identity(), None, syncer=syncer, name="evaluator", out=out, tls=tls, role="observer")
+    observer = Learner(
+        torch.nn.Identity(),  # until the syncer has said which model
+        None,
+        syncer=syncer,
+        name="evaluator",
+        run=config.run.name,
+        out=out,
+        tls=tls,
+        role="observer",
+        network=config.network,
+        stopped=StopFlag(),
+    )
+    settings = observer.connect()
+    with Parting(observer):
+        if not observer.done:
+            _watch(agreed(config, settings), observer)
+
+
+def _watch(config: Config, observer: Learner) -> None:
     options = config.evaluate
-    config = agreed(config, observer.connect())
-    batches = list(data.load(config.data).validation(options.batches, options.batch))
+    batches = list(load_data(config, observer.settings).validation(options.batches, options.batch))
     observer.model = model = models.build(config.model)
     observer.adopt()
-    metrics = Metrics(out / "metrics.jsonl", observer)
+    metrics = Metrics(observer.out / "metrics.jsonl", observer)
     evaluated = -1
-    while not (observer.done or stop.reason):
-        if evaluated < 0 or observer.round >= evaluated + options.every_rounds:
+    while not observer.done:
+        # A syncer that resumed from a checkpoint takes the weights, and their round, back.
+        if evaluated < 0 or not evaluated <= observer.round < evaluated + options.every_rounds:
             evaluated = observer.round
             _note(metrics, observer, evaluate(model, batches))
         observer.trainer.wait(WAIT_S)
-    observer.trainer.close(stop.reason)
-    if observer.round != evaluated:
+    if observer.round != evaluated and not observer.stopped():
         _note(metrics, observer, evaluate(model, batches))
 
 

@@ -108,6 +108,8 @@ class Fleet:
 
     def _watch(self, launcher: Launcher) -> None:
         tape = TapeTail(next(file.path for file in workers(self.out)[::-1] if file.worker == "syncer"))
+        if tape.header is not None:
+            self.series.mirror(tape.header)
         with View(self.series) as view:
             while "syncer" in launcher.running:
                 self._look(launcher, tape, view)

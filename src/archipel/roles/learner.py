@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,8 +15,9 @@ import msgspec
 import torch
 from torch import nn
 
-from ..config import Config, from_tree
-from ..errors import ConfigError, DataError
+from ..config import Config, from_settings
+from ..errors import ConfigError, DataError, JoinRefused
+from ..protocol.messages import SYNCER
 from ..protocol.schedule import SyncOptions
 from ..runtime.wire import NetworkOptions
 from ..train import data, loop, models
@@ -33,8 +35,9 @@ class Learner:
                 learner.step(tokens=batch.numel())
                 if learner.done: break
 
-    Entering waits until the run's settings and weights are adopted. A process of its own (the courier) does all the
-    networking. Raises JoinRefused when the syncer turns the learner away, WorkerDied when the courier is gone.
+    Entering waits until the run's settings and weights are adopted, for as long as it takes. A process of its own
+    (the courier) does all the networking. Raises JoinRefused when the syncer turns the learner away, WorkerDied when
+    the courier is gone.
     """
 
     def __init__(
@@ -50,15 +53,20 @@ class Learner:
         tls: str | Path = "",
         role: str = "learner",
         network: NetworkOptions | None = None,
+        stopped: Callable[[], str] = lambda: "",
     ) -> None:
         """syncer: "host:port". name: unique in the run; the same name continues its shard of the data.
 
         run: refuse any other run. out: folder for the tape and, with `archipel.train.data`, the data journal. tls:
         folder made by `archipel certs`. scheduler: a torch scheduler that counts steps; it follows the run's tick.
+        stopped: asked while waiting and after each step; a reason makes the learner `done`.
         """
         self.model, self.optimizer = model, optimizer
         self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        if self.name == SYNCER or Path(self.name).name != self.name:
+            raise ConfigError(f"worker name {self.name!r}: files are named after it; use no slash, and not 'syncer'")
         self.out = Path(out)
+        self.stopped = stopped
         self._scheduler = scheduler
         self._scheduled = 0
         self._arguments = ["--name", self.name, "--role", role, "--syncer", syncer, "--run", run]
@@ -74,17 +82,23 @@ class Learner:
 
     def __enter__(self) -> "Learner":
         self.connect()
+        if self.done:
+            self.trainer.close("")
+            raise JoinRefused(f"there was no run to join any more: {self.trainer.reason}")
         self.adopt()
         return self
 
     def connect(self) -> dict[str, Any]:
-        """Join the run as far as its settings, which are returned. `adopt` does the rest."""
+        """Join the run as far as its settings, which are returned. `adopt` does the rest.
+
+        {} if the learner is `done` already: it was stopped, or the run is over.
+        """
         position: list[str] = []
         if self.journal.exists():
             entry = read_journal(self.journal)
             position = ["--shard", str(entry.shard), "--position", str(entry.position)]
         self.out.mkdir(parents=True, exist_ok=True)
-        self._trainer = Trainer(self._arguments + position)
+        self._trainer = Trainer(self._arguments + position, stopped=self.stopped)
         try:
             self.settings = self._trainer.settings()
         except BaseException:
@@ -174,8 +188,11 @@ class Learner:
 
 
 def agreed(config: Config, settings: dict[str, Any]) -> Config:
-    """Return our configuration with the run's settings in it; only what is local to this host stays ours."""
-    theirs = from_tree(settings)
+    """Return our configuration with the run's settings in it; only what is local to this host stays ours.
+
+    Local are folders, and how much a step computes at once: a slow or small host may take a smaller batch.
+    """
+    theirs = from_settings(settings)
     local = {"path": config.data.path or theirs.data.path, "cache": config.data.cache}
     return msgspec.structs.replace(
         config,
@@ -183,39 +200,56 @@ def agreed(config: Config, settings: dict[str, Any]) -> Config:
         sync=theirs.sync,
         model=theirs.model,
         data=msgspec.structs.replace(theirs.data, batch=config.data.batch, **local),
-        optimizer=theirs.optimizer,
+        optimizer=msgspec.structs.replace(theirs.optimizer, accumulate=config.optimizer.accumulate),
     )
+
+
+def load_data(config: Config, settings: dict[str, Any]) -> data.TokenData | data.ImageData:
+    """Return the data on this host. DataError if it is not what the run's learners share out among them."""
+    corpus = data.load(config.data)
+    entries = config.model.classes if config.model.kind == "vit" else config.model.vocabulary
+    if corpus.vocabulary > entries:
+        raise DataError(
+            f"the data here has {corpus.vocabulary} entries, the run's model {entries}: "
+            "prepare it with the run's tokenizer"
+        )
+    theirs = settings.get("data_digest", "")
+    if theirs and corpus.digest != theirs:
+        raise DataError(
+            f"the data here has the digest {corpus.digest}, the run's {theirs}: shards of different data would "
+            "overlap; copy the run's token file here and name it with data.path (the default corpus is the text of "
+            "this Python's standard library, and differs between its versions)"
+        )
+    return corpus
 
 
 def train(config: Config, learner: Learner, *, threads: int = 0) -> None:
     """Join the run, build its model, and train on this learner's shard until the run is done or SIGTERM comes."""
     if threads:
         torch.set_num_threads(threads)
-    stop = StopFlag()
-    config = agreed(config, learner.connect())
-    if learner.done:
-        return
-    corpus = data.load(config.data)
-    if corpus.vocabulary > (config.model.classes if config.model.kind == "vit" else config.model.vocabulary):
-        raise DataError(
-            f"the data here has {corpus.vocabulary} entries, the run's model {config.model.vocabulary}: "
-            "prepare it with the run's tokenizer"
-        )
+    learner.stopped = StopFlag()
+    settings = learner.connect()
+    with Parting(learner):
+        if not learner.done:
+            _train(agreed(config, settings), learner)
+
+
+def _train(config: Config, learner: Learner) -> None:
+    corpus = load_data(config, learner.settings)
     learner.model = models.build(config.model)
     learner.adopt()
     learner.journal.parent.mkdir(parents=True, exist_ok=True)
     stream = corpus.stream(learner.shard, learner.position, learner.journal)
     metrics = Metrics(learner.out / "metrics.jsonl", learner)
-    with Parting(learner):
-        loop.run(
-            learner.model,
-            stream,
-            _Until(learner, stop),
-            config.optimizer,
-            batch=config.data.batch,
-            steps=config.sync.steps,
-            watch=metrics.note,
-        )
+    loop.run(
+        learner.model,
+        stream,
+        learner,
+        config.optimizer,
+        batch=config.data.batch,
+        steps=config.sync.steps,
+        watch=metrics.note,
+    )
 
 
 class Parting:
@@ -232,33 +266,22 @@ class Parting:
 
 
 class StopFlag:
-    """Set by SIGTERM or Ctrl-C: the step under way ends, then the learner says goodbye."""
+    """Returns why to stop once SIGTERM or Ctrl-C came: the step under way ends, then the learner says goodbye.
+
+    A second signal does what it does without us.
+    """
 
     def __init__(self) -> None:
         self.reason = ""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
+    def __call__(self) -> str:
+        return self.reason
+
     def _note(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name
-
-
-class _Until:
-    """A learner that is also done when the process was asked to stop."""
-
-    def __init__(self, learner: Learner, stop: StopFlag) -> None:
-        self._learner, self._stop = learner, stop
-
-    @property
-    def done(self) -> bool:
-        return self._learner.done or bool(self._stop.reason)
-
-    @property
-    def tick(self) -> int:
-        return self._learner.tick
-
-    def step(self, tokens: int) -> None:
-        self._learner.step(tokens)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 class Metrics:

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .. import config as configuration
-from ..errors import CheckpointError, ModelError, PayloadError
+from ..errors import CheckpointError, DataError, ModelError, PayloadError
 from ..protocol import messages as m
 from ..protocol.syncer import SyncerMachine, SyncerState
 from ..runtime import checkpoint, security, wire
@@ -33,7 +33,7 @@ from ..tape.tape import Header, TapeWriter, tape_path
 from ..train import data, models
 from ..train.compute import FragmentState, OuterState
 from ..train.options import ModelOptions, fit
-from ..train.parameters import synchronised
+from ..train.parameters import schema_of, synchronised
 
 log = logging.getLogger("archipel")
 
@@ -57,6 +57,7 @@ class SyncerRole:
         self.host = Host(machine, self, tape, name=m.SYNCER)
         self.server: Server | None = None
         self.keep = 3
+        self.saved: Snapshot | None = None  # the newest one taken
         self._directory = directory
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
@@ -139,7 +140,12 @@ class SyncerRole:
 
     def _compute(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception as error:  # out of memory, say: a round that nobody works on would never end
+                log.exception("tensor work failed")
+                self.host.fail(error)
+                return
 
     def _fold(self, fold: m.Fold, payload: Any) -> None:
         try:
@@ -165,7 +171,8 @@ class SyncerRole:
         state = self.machine.state()
         # A merge whose word has not come back yet is in the tensors: the versions are theirs.
         state.versions = [held.version for held in states]
-        self._saves.put(Snapshot(number, states, msgspec.json.encode(state)))
+        self.saved = Snapshot(number, states, msgspec.json.encode(state))
+        self._saves.put(self.saved)
 
     def _write_checkpoints(self) -> None:
         while True:
@@ -192,6 +199,8 @@ class SyncerRole:
             )
         except CheckpointError as error:
             log.error("%s", error)  # training goes on; the older checkpoints are as they were
+        except Exception:
+            log.exception("checkpoint failed round=%d", snapshot.round)
         else:
             log.info("checkpoint path=%s seconds=%.2f", path.name, time.monotonic() - began)
 
@@ -247,17 +256,38 @@ def initial_weights(
     config: configuration.Config, init: str
 ) -> tuple[tuple[m.TensorSpec, ...], dict[str, Any], ModelOptions]:
     """Return the schema, the weights by name and the completed model options a run starts from."""
-    if init:
-        return (*_read_weights(Path(init)), config.model)
     options = config.model
+    if init:
+        schema, weights = _read_weights(Path(init))
+        return schema, weights, _fit_to(options, config, schema)
     if not options.vocabulary or not options.sequence:
         options = fit(options, config.data, data.load(config.data).vocabulary)
     found = synchronised(models.build(options), config.sync)
-    schema = tuple(
-        m.TensorSpec(name, tuple(tensor.shape), "buffer" if kind == "buffer" else "parameter")
-        for name, (tensor, kind) in found.items()
+    weights = {name: tensor.detach().float().numpy() for name, (tensor, _) in found.items()}
+    return schema_of(found), weights, options
+
+
+def _fit_to(
+    options: ModelOptions, config: configuration.Config, schema: tuple[m.TensorSpec, ...]
+) -> ModelOptions:
+    """Return the model options with what was left to the data taken from given weights."""
+    entries = [spec.shape[0] for spec in schema if spec.name.endswith("embed_tokens.weight")]
+    return msgspec.structs.replace(
+        options,
+        vocabulary=options.vocabulary or (entries[0] if entries else 0),
+        sequence=options.sequence or config.data.sequence,
     )
-    return schema, {name: tensor.detach().float().numpy() for name, (tensor, _) in found.items()}, options
+
+
+def data_digest(config: configuration.Config, init: str) -> str:
+    """Return what the learners' data must be, or "" where this host does not have it."""
+    if init:
+        return ""  # the weights may be of a user's own model, with data of its own
+    try:
+        return data.load(msgspec.structs.replace(config.data, verify=False)).digest
+    except DataError as error:
+        log.info("no data here, so that learners are not compared with it reason=%r", str(error))
+        return ""
 
 
 def _read_weights(path: Path) -> tuple[tuple[m.TensorSpec, ...], dict[str, Any]]:
@@ -267,11 +297,21 @@ def _read_weights(path: Path) -> tuple[tuple[m.TensorSpec, ...], dict[str, Any]]
             tensors = {name: opened.get_tensor(name).float() for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ModelError(f"--init {path}: {error}; give a file written by archipel.save_weights") from None
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ModelError(f"--init {path}: tensor {name!r} holds NaN or Inf; give weights of a sound run")
     schema = tuple(
         m.TensorSpec(name, tuple(tensor.shape), "buffer" if name in buffers else "parameter")
         for name, tensor in tensors.items()
     )
     return schema, {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def seeded(config: configuration.Config) -> configuration.Config:
+    """Return the configuration with the run's seed added to those of model and data, as learners adopt it."""
+    model = msgspec.structs.replace(config.model, seed=config.model.seed + config.run.seed)
+    shuffled = msgspec.structs.replace(config.data, seed=config.data.seed + config.run.seed)
+    return msgspec.structs.replace(config, model=model, data=shuffled)
 
 
 def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
@@ -282,9 +322,10 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
         log.warning("checkpoint passed over path=%s reason=%r", skipped.path, skipped.reason)
     if found is not None and not opening.resume:
         raise CheckpointError(
-            f"{directory} holds a checkpoint of tick {found.step}: "
+            f"{directory} holds a checkpoint of round {found.step}: "
             "--resume goes on from it, another --out starts afresh"
         )
+    config = seeded(config)
     schema, weights, model = initial_weights(config, opening.init)
     config = msgspec.structs.replace(config, model=model)
     outer = OuterState(schema, config.sync)
@@ -292,7 +333,7 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
         run=config.run.name,
         options=config.sync,
         schema=schema,
-        settings=configuration.settings_of(config),
+        settings=configuration.settings_of(config, data_digest=data_digest(config, opening.init)),
         shards=config.data.shards,
     )
     state = None
@@ -301,13 +342,15 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
     else:
         state = restore(machine, outer, found)
         log.info("resumed path=%s tick=%d digest=%s", found.path.name, machine.tick, outer.digest())
-    role = SyncerRole(machine, outer, _tape(config, opening.out, seed_of(machine, state)), directory)
+    role = SyncerRole(machine, outer, _tape(config, opening.out, seed_of(machine, state), _sizes(outer)), directory)
     role.keep = config.checkpoint.keep
     role.server = _listen(role, config, opening)
     return role
 
 
-def _tape(config: configuration.Config, out: Path, seed: dict[str, Any]) -> TapeWriter:
+def _tape(
+    config: configuration.Config, out: Path, seed: dict[str, Any], environment: dict[str, Any]
+) -> TapeWriter:
     incarnation = secrets.token_hex(4)
     header = Header(
         run=config.run.name,
@@ -323,9 +366,19 @@ def _tape(config: configuration.Config, out: Path, seed: dict[str, Any]) -> Tape
             "python": platform.python_version(),
             "host": platform.node(),
             "pid": os.getpid(),
+            **environment,
         },
     )
     return TapeWriter(tape_path(out, m.SYNCER, incarnation), header)
+
+
+def _sizes(outer: OuterState) -> dict[str, Any]:
+    """Return the payload bytes of each fragment, so that a tape tells how much has travelled."""
+    fragments = range(len(outer.fragments))
+    return {
+        "push_bytes": [outer.push_bytes(fragment, full=False) for fragment in fragments],
+        "update_bytes": [outer.update_bytes(fragment) for fragment in fragments],
+    }
 
 
 def _listen(role: SyncerRole, config: configuration.Config, opening: Opening) -> Server:
@@ -357,18 +410,21 @@ def serve(config: configuration.Config, opening: Opening) -> m.Finish:
 
 
 def conclude(role: SyncerRole, out: Path, finish: m.Finish) -> None:
-    """Write what a finished syncer knows: digests, versions, the ledger; and the merged model."""
+    """Write what a finished syncer knows: digests, versions, the ledger; and the merged model.
+
+    Both are those of its last checkpoint: a merge that ended after it is no part of the run.
+    """
     machine = role.machine
-    settings = configuration.from_tree({k: v for k, v in machine.settings.items() if k != "extra"})
+    states = role.saved.states if role.saved is not None else role.outer.states
     facts = {
         "reason": finish.reason,
         "complete": finish.complete,
         "tick": machine.tick,
         "rounds": machine.rounds_merged,
-        "versions": machine.versions,
+        "versions": [state.version for state in states],
         "epoch": machine.epoch,
-        "digest": role.outer.digest(),
-        "momentum_digest": role.outer.momentum_digest(),
+        "digest": role.outer.digest(states),
+        "momentum_digest": role.outer.momentum_digest(states),
         "tokens": machine.ledger.table(),
         "ledger_closes": machine.ledger.closes(),
         "positions": machine.state().positions,
@@ -376,14 +432,39 @@ def conclude(role: SyncerRole, out: Path, finish: m.Finish) -> None:
     path = out / "syncer.json"
     path.with_suffix(".tmp").write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
     path.with_suffix(".tmp").rename(path)
-    tensors = {name: torch.from_numpy(array) for name, array in role.outer.tensors().items()}
+    tensors = {name: torch.from_numpy(array) for name, array in role.outer.tensors(states).items()}
+    export(tensors, configuration.from_settings(machine.settings).model, out / "model")
+
+
+def export(tensors: dict[str, torch.Tensor], options: ModelOptions, folder: Path) -> None:
+    """Write the merged model for `from_pretrained`; weights of a user's own model as plain tensors."""
     try:
-        models.export(tensors, settings.model, out / "model")
+        models.export(completed(tensors, options), options, folder)
     except ModelError as error:
         # Weights of a user's own model (--init): archipel cannot name its architecture.
         log.info("exported as plain tensors reason=%r", str(error))
-        (out / "model").mkdir(exist_ok=True)
-        save_tensors(tensors, out / "model" / "weights.safetensors")
+        folder.mkdir(exist_ok=True)
+        save_tensors(tensors, folder / "weights.safetensors")
+
+
+def completed(tensors: dict[str, torch.Tensor], options: ModelOptions) -> dict[str, torch.Tensor]:
+    """Return the merged tensors, and those that are not synchronised as the run's seed made them.
+
+    ModelError if they are not of the model that the options describe.
+    """
+    if not options.vocabulary and options.kind != "vit":
+        raise ModelError("model.vocabulary is unknown")
+    model = models.build(options)
+    try:
+        found = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise ModelError(f"the tensors are of another model than [model] says: {error}") from None
+    if found.unexpected_keys:
+        raise ModelError(f"[model] has no tensor {found.unexpected_keys[0]!r}")
+    local = [name for name in found.missing_keys if name in dict(model.named_parameters())]
+    if local:
+        log.warning("not synchronised, exported as they began tensors=%d first=%s", len(local), local[0])
+    return dict(model.state_dict())
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import JoinRefused, WorkerDied
@@ -57,6 +58,7 @@ class Trainer:
         self.tick = 0
         self.step_count = 0
         self.done = False
+        self._closed = False
         self.reason = ""
         self._parameters: Parameters | None = None
         self._snapshots: SlotPool | None = None
@@ -92,7 +94,7 @@ class Trainer:
         )
         self.versions = [-1] * len(parameters.fragments)
         rounded = tuple(frames.Rounded(*part) for part in parameters.rounded())  # type: ignore[arg-type]
-        self._tell(frames.Ready(parameters.schema, layout, rounded), [self._region.fd])
+        self._tell(frames.Ready(parameters.schema, layout, rounded, _environment()), [self._region.fd])
         while self._holding and self._goes_on():
             self._receive(POLL_S)
             self._land()
@@ -108,12 +110,18 @@ class Trainer:
     # ---- training ----
 
     def step(self, tokens: int) -> None:
-        """Report one inner step over `tokens` tokens; let what has come land. See the module's description."""
+        """Report one inner step over `tokens` tokens; let what has come land. See the module's description.
+
+        Once `done`, nothing is reported any more.
+        """
+        if self.done:
+            return
         step_s = time.perf_counter() - self._resumed_at
+        tick = self.tick  # what the step's learning rate followed
         self._receive(0.0)
         self.step_count += 1
         copies = tuple(copy for fragment in self._watched if (copy := self._copy(fragment)) is not None)
-        self._tell(frames.Stepped(self.step_count, tokens, step_s, copies))
+        self._tell(frames.Stepped(self.step_count, tokens, step_s, copies, tick))
         self._land()
         while self._goes_on() and (self._holding or self._unsettled()):
             self._receive(POLL_S)
@@ -131,7 +139,10 @@ class Trainer:
             self._land()
 
     def close(self, reason: str) -> None:
-        """Say goodbye in order, and wait for the courier to end. Never raises."""
+        """Say goodbye in order, and wait for the courier to end. Twice is once."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self._channel.send(frames.encode(frames.Ended(reason or self.reason)))
             self._courier.wait(timeout=CLOSE_S)
@@ -213,8 +224,17 @@ class Trainer:
             code: int | None = self._courier.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
             code = None
-        how = "closed its channel" if code is None else f"killed by signal {-code}" if code < 0 else f"exit {code}"
+        how = "its channel closed" if code is None else f"signal {-code}" if code < 0 else f"exit {code}"
         return WorkerDied(
             f"the courier process {self._courier.pid} of this learner is gone ({how}): "
             "without it nothing is reported; see its log above and start the learner again"
         )
+
+
+def _environment() -> dict[str, Any]:
+    """Return what could change a bit of an inner step's result."""
+    return {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }

@@ -53,18 +53,25 @@ class CourierCompute:
         match frame:
             case frames.Ready():
                 self._open(frame)
-                self._said(m.Prepared(frame.schema))
+                self._said(m.Prepared(frame.schema, frame.environment))
             case frames.Stepped():
-                for fragment, slot in frame.copies:
-                    self._release(fragment)
-                    self._desks[fragment].snapshot = slot
-                copied = tuple(fragment for fragment, _ in frame.copies)
-                self._said(m.StepCompleted(frame.step, frame.tokens, frame.step_s, copied, frame.tick))
+                self._stepped(frame)
             case frames.Wrote():
                 self._wrote(frame)
                 self._said(m.Applied(frame.fragment, frame.version, frame.step))
             case frames.Ended(reason=reason):
                 self._said(m.StopRequested(reason))
+
+    def _stepped(self, stepped: frames.Stepped) -> None:
+        # The machine answers from copies of the newest step only: older ones would but keep slots from it.
+        for fragment in range(len(self._desks)):
+            self._release(fragment)
+        for fragment, slot in stepped.copies:
+            self._desks[fragment].snapshot = slot
+        copied = tuple(fragment for fragment, _ in stepped.copies)
+        self._said(m.StepCompleted(stepped.step, stepped.tokens, stepped.step_s, copied, stepped.tick))
+        if frames.paced(self.options):
+            self._tell(frames.Settled(stepped.step))
 
     def _open(self, ready: frames.Ready) -> None:
         layout = ready.layout

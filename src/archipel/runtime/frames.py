@@ -61,6 +61,7 @@ class Ready(Frame, frozen=True):
     schema: tuple[TensorSpec, ...]
     layout: Layout
     rounded: tuple[Rounded, ...] = ()
+    environment: dict[str, Any] = {}  # versions, threads, device: for the tape
 
 
 class Stepped(Frame, frozen=True):

@@ -83,6 +83,14 @@ class Host:
         """Have `work` done by the machine's thread, in turn. From any thread."""
         self._inbox.put(work)
 
+    def fail(self, error: BaseException) -> None:
+        """Have `run` raise an error that another thread met and cannot mend. From any thread."""
+
+        def throw() -> None:
+            raise error
+
+        self._inbox.put(throw)
+
     def deliver(self, sender: str, data: bytes, payload: Any | None) -> None:
         """Hand over a message from the network. From any thread. PayloadError if it is none."""
         envelope = decode_envelope(data)

@@ -232,8 +232,8 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _authority_identifier(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # A site's own authority may well have an RSA key.
-    return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())  # type: ignore[arg-type]
+    key = authority.public_key()  # of any kind: a site's own authority may well use RSA
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key)  # type: ignore[arg-type]
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -1,27 +1,31 @@
 """How much bandwidth between sites a given compute utilisation needs, and the other way round.
 
-Decoupled DiLoCo's bandwidth table. Utilisation CU = compute / (compute + communication that nothing hides), per inner
-step. A site sends, and receives, `ring factor · volume` bits for every exchange, ring factor f = 2(D − 1)/D for D sites
-(a ring all-reduce, or equally a syncer sharded over the sites). What a method exchanges, and what hides it:
+Decoupled DiLoCo's bandwidth table. Utilisation CU = compute / (compute + communication that nothing hides),
+per inner step. A site sends, and receives, `ring factor · volume` bits for every exchange, ring factor f =
+2(D − 1)/D for D sites (a ring all-reduce, or equally a syncer sharded over the sites). What a method
+exchanges, and what hides it:
 
-* data parallel: all gradients, 16 bits each, every step, behind the backward pass (two thirds of a step, since it
-  costs twice the forward pass); the last bucket has nothing left to hide behind.
+* data parallel: all gradients, 16 bits each, every step, behind the backward pass (two thirds of a step,
+  since it costs twice the forward pass); the last bucket has nothing left to hide behind.
 * DiLoCo: all parameters once in H steps, hidden by nothing.
-* Streaming and Decoupled DiLoCo: each of P fragments once in H steps, each hidden by the steps it overlaps with.
+* Streaming and Decoupled DiLoCo: each of P fragments once in H steps, each hidden by the steps it overlaps
+  with.
 
-The three fragment constants of the paper's table are not printed there. H = 100 with P = 24 and 1.5 hidden steps
-reproduce its 40 Decoupled cells (`PAPER_DECOUPLED`, labelled as fitted); 1.5 is one step of overlap plus, as for a mean
-layer, a third of a step of backward pass left when its result is ready and a sixth of a step of forward pass until it
-is needed again. That reading is ours. Settings of a real run go through the same formula.
+The three fragment constants of the paper's table are not printed there. H = 100 with P = 24 and 1.5 hidden
+steps reproduce its 40 Decoupled cells (`PAPER_DECOUPLED`, labelled as fitted); 1.5 is one step of overlap
+plus, as for a mean layer, a third of a step of backward pass left when its result is ready and a sixth of a
+step of forward pass until it is needed again. That reading is ours. Settings of a real run go through the
+same formula.
 
-Invariants: needed bandwidth falls with hidden time and volume and grows with utilisation; `utilisation` inverts it.
+Invariants: needed bandwidth falls with hidden time and volume and grows with utilisation; `utilisation`
+inverts it.
 """
 
 import math
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from archipel.errors import ConfigError
 
@@ -56,9 +60,9 @@ class Exchange(Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"bandwidth.{name}={value} is negative: use 0 or more")
 
 
-# The constants behind the paper's table, for V = 5e9 parameters.
-PAPER_DATA_PARALLEL = {"buckets": 40}
-PAPER_DECOUPLED = {"interval_steps": 100, "fragments": 24, "hidden_steps": 1.5}
+# Fitted to the paper's table, for 5e9 parameters; `constants` says what each rests on.
+PAPER_DATA_PARALLEL = Exchange(method="dp", buckets=40)
+PAPER_DECOUPLED = Exchange(method="decoupled", interval_steps=100, fragments=24, hidden_steps=1.5)
 
 
 def ring_factor(sites: int) -> float:
@@ -97,7 +101,8 @@ def utilisation(exchange: Exchange, gbit_s: float) -> float:
 def needed_gbit_s(exchange: Exchange, target: float) -> float:
     """Return the least bandwidth per site that reaches a utilisation; infinite if latency alone forbids it.
 
-    target: between 0 and 1, both excluded: at 1 the method that hides all has a smallest bandwidth, others have none.
+    target: between 0 and 1, both excluded: at 1 the method that hides all has a smallest bandwidth, others
+    have none.
     """
     if not 0 < target < 1:
         raise ConfigError(f"utilisation={target} is not between 0 and 1: use, say, 0.95")
@@ -109,7 +114,7 @@ def needed_gbit_s(exchange: Exchange, target: float) -> float:
     match exchange.method:
         case "dp":
             allowed_s -= latency_s
-            # Either everything but the tail hides, and the tail decides, or the whole transfer outlasts the pass.
+            # Either all but the tail hides and the tail decides, or the transfer outlasts the pass.
             transfer_s = min(allowed_s * exchange.buckets, allowed_s + BACKWARD_SHARE * exchange.step_s)
         case "diloco":
             transfer_s = allowed_s * exchange.interval_steps - latency_s
@@ -124,7 +129,8 @@ def needed_gbit_s(exchange: Exchange, target: float) -> float:
 _TABLE13_METHODS = (("dp", 16), ("decoupled", 16), ("decoupled-int4", 4))
 _TABLE13_CASES = ((1, 2), (1, 8), (5, 2), (5, 8))  # (step_s, sites)
 
-# Gbit/s by (step_s, sites, method), for UTILISATIONS: as printed in the paper, 5B parameters. int4 at 5 s: "a quarter".
+# Gbit/s by (step_s, sites, method), for UTILISATIONS: as printed in the paper, 5B parameters.
+# For int4 at 5 s it says "a quarter".
 PAPER_TABLE13: dict[tuple[int, int, str], tuple[float, ...]] = {
     (1, 2, "dp"): (49, 81, 104, 113, 195),
     (1, 2, "decoupled"): (0.58, 1.2, 1.7, 1.9, 2.2),
@@ -141,17 +147,15 @@ PAPER_TABLE13: dict[tuple[int, int, str], tuple[float, ...]] = {
 
 def table13_exchange(step_s: float, sites: int, method: str) -> Exchange:
     """Return the exchange behind one row of the paper's table."""
-    bits = dict(_TABLE13_METHODS)[method]
-    if method == "dp":
-        return Exchange(method="dp", step_s=step_s, sites=sites, bits=bits, **PAPER_DATA_PARALLEL)
-    return Exchange(method="decoupled", step_s=step_s, sites=sites, bits=bits, **PAPER_DECOUPLED)
+    known = PAPER_DATA_PARALLEL if method == "dp" else PAPER_DECOUPLED
+    return replace(known, step_s=step_s, sites=sites, bits=dict(_TABLE13_METHODS)[method])
 
 
 def table13() -> dict[str, object]:
     """Return the paper's bandwidth table as this model gives it, Gbit/s per site for 50 … 99 % utilisation.
 
-    Beside "rows" it carries the paper's figures where it prints them, where every constant comes from, and why
-    198 Gbit/s shrink to 0.84.
+    Beside "rows" it carries the paper's figures where it prints them, where every constant comes from, and
+    why 198 Gbit/s shrink to 0.84.
     """
     rows = []
     for step_s, sites in _TABLE13_CASES:
@@ -182,30 +186,31 @@ def constants() -> dict[str, dict[str, object]]:
             "source": "first principles: the backward pass costs twice the forward pass",
         },
         "latency_s": {"value": 0.0, "source": "assumed"},
-        "fragments": {"value": PAPER_DECOUPLED["fragments"], "source": given},
+        "fragments": {"value": PAPER_DECOUPLED.fragments, "source": given},
         "interval_steps": {
-            "value": PAPER_DECOUPLED["interval_steps"],
+            "value": PAPER_DECOUPLED.interval_steps,
             "source": f"{fitted}; the paper trains with 24, its table implies 100 as in Streaming DiLoCo",
         },
         "hidden_steps": {
-            "value": PAPER_DECOUPLED["hidden_steps"],
+            "value": PAPER_DECOUPLED.hidden_steps,
             "source": f"{fitted}; one step of overlap, 1/3 of backward and 1/6 of forward pass would give it",
         },
         "buckets": {
-            "value": PAPER_DATA_PARALLEL["buckets"],
+            "value": PAPER_DATA_PARALLEL.buckets,
             "source": f"{fitted}; only data parallel at 99 % depends on it, and that column stays rough",
         },
     }
 
 
 def explain_reduction() -> dict[str, object]:
-    """Return the factors that take data parallel's 198 Gbit/s to 0.84: 1 s steps, 8 sites, 95 % utilisation."""
+    """Return the factors that take 198 Gbit/s to 0.84: 1 s steps, 8 sites, 95 % utilisation."""
     target, sites = 0.95, 8
     slack = 1 / target - 1
     before = needed_gbit_s(table13_exchange(1, sites, "dp"), target)
     after = needed_gbit_s(table13_exchange(1, sites, "decoupled-int4"), target)
-    interval, fragments = PAPER_DECOUPLED["interval_steps"], PAPER_DECOUPLED["fragments"]
-    hidden_share = PAPER_DECOUPLED["hidden_steps"] * fragments / interval
+    interval = PAPER_DECOUPLED.interval_steps
+    hidden_share = PAPER_DECOUPLED.hidden_steps * PAPER_DECOUPLED.fragments / interval
+    hiding = (slack + hidden_share) / (slack + BACKWARD_SHARE)
     return {
         "setting": "1 s steps, 8 sites, 95 % utilisation",
         "data_parallel_gbit_s": round(before, 1),
@@ -213,13 +218,13 @@ def explain_reduction() -> dict[str, object]:
         "paper_gbit_s": [198, 0.84],
         "fewer_bits": 16 / 4,
         "fewer_exchanges": float(interval),
-        # Data parallel's hiding time is a larger share of its (far more frequent) exchange: this factor costs.
-        "hiding": round((slack + hidden_share) / (slack + BACKWARD_SHARE), 3),
+        # Per step, data parallel has more compute to hide behind: the one factor that costs.
+        "hiding": round(hiding, 3),
         "product": round(before / after, 1),
         "text": (
-            f"{before:.0f} -> {after:.2f} Gbit/s: 4 bits instead of 16 (x4), every parameter once in {interval} steps "
-            f"instead of in each (x{interval}), and per step {hidden_share:.2f} instead of {BACKWARD_SHARE:.2f} "
-            f"of a step's time to hide it in (x{(slack + hidden_share) / (slack + BACKWARD_SHARE):.2f})."
+            f"{before:.0f} -> {after:.2f} Gbit/s: 4 bits instead of 16 (x4), every parameter once in "
+            f"{interval} steps instead of in each (x{interval}), and per step {slack + hidden_share:.2f} "
+            f"instead of {slack + BACKWARD_SHARE:.2f} of a step's time to send it in (x{hiding:.2f})."
         ),
     }
 

@@ -1,8 +1,10 @@
-"""The paper's Table 1: its rows as settings of the imagined hardware, its figures, and the fit of our constants.
+"""The paper's Table 1: its rows as settings of the imagined hardware, its figures, and the fit of our
+constants.
 
-Data parallel is one learner that holds the whole cluster: "M=1 none" waits for the repair of every failed slice,
-"M=1 elastic" goes on without it (Decoupled DiLoCo, section 3.3). The paper does not print its reconfiguration
-and return times. Ours are fitted to the table, one set for all 60 cells, and labelled so wherever they are shown.
+Data parallel is one learner that holds the whole cluster: "M=1 none" waits for the repair of every failed
+slice, "M=1 elastic" goes on without it (Decoupled DiLoCo, section 3.3). The paper does not print its
+reconfiguration and return times. Ours are fitted to the table, one set for all 60 cells, and labelled so
+wherever they are shown.
 """
 
 from collections.abc import Callable
@@ -42,7 +44,11 @@ def table1_options(row: str, chips: int, constants: HardwareOptions | None = Non
     """Return the hardware of one cell; whatever the row does not say is taken from `constants`."""
     learners = 1 if row.startswith("M=1 ") else int(row.removeprefix("M="))
     return replace(
-        constants or HardwareOptions(), chips=chips, learners=learners, elastic=row != "M=1 none", capacity=None
+        constants or HardwareOptions(),
+        chips=chips,
+        learners=learners,
+        elastic=row != "M=1 none",
+        capacity=None,
     )
 
 
@@ -73,8 +79,9 @@ def table1_errors(predict: Predict, constants: HardwareOptions | None = None) ->
 def calibrate(predict: Predict, start: HardwareOptions | None = None) -> tuple[HardwareOptions, float]:
     """Return the constants with the smallest loss on Table 1, and that loss: the search behind the defaults.
 
-    predict: usually `goodput.closed_form`, which has no noise; the simulation then confirms the result. The loss is
-    the mean absolute error plus what the largest exceeds 3 points by. Grids of halving width, from 4 s down.
+    predict: usually `goodput.closed_form`, which has no noise; the simulation then confirms the result. The
+    loss is the mean absolute error plus what the largest exceeds 3 points by. Grids of halving width, from 4
+    s down.
     """
     best = start or HardwareOptions(downscale_s=12.0, upscale_s=10.0, return_s=60.0)
     least = _loss(table1_errors(predict, best))

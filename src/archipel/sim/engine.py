@@ -372,6 +372,8 @@ class Engine:
     def _begin(self, host: Host) -> None:
         if host.stepping or not host.allowed or host.paused or host.frozen or host.stopping is not None:
             return
+        if self.roles[host.name] == "observer":
+            return
         host.stepping = True
         self._end_in(host, self._step_s(host))
 

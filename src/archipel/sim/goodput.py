@@ -1,16 +1,18 @@
 """Goodput and uptime of millions of chips, by jumping from event to event instead of from step to step.
 
-Decoupled DiLoCo, section 3.3 and Table 1. Learners do not wait for each other (K = 1), so each is simulated alone and
-only uptime, the share of time in which any of them steps, needs them side by side. A learner is in one of two states:
+Decoupled DiLoCo, section 3.3 and Table 1. Learners do not wait for each other (K = 1), so each is simulated
+alone and only uptime, the share of time in which any of them steps, needs them side by side. A learner is in
+one of two states:
 
-    stepping --a chip failed in this step--> stopped (downscale_s)  --> stepping with fewer slices
-    stepping --slices came back-----------> stopped (upscale_s)    --> stepping with more slices
-    stepping --a chip failed, rigid-------> stopped (until the last failed slice is back, downscale_s, upscale_s)
+    stepping --a chip failed in this step--> stopped (downscale_s) --> stepping with fewer slices
+    stepping --slices came back------------> stopped (upscale_s)   --> stepping with more slices
+    stepping --a chip failed, not elastic--> stopped (until all are back, then downscale_s + upscale_s)
 
-A step in which a chip fails is lost. What comes back while a learner is stopped joins at the end of that stop.
+A step in which a chip fails is lost. What comes back while a learner is stopped joins at the end of that
+stop.
 
-Invariants: the useful time of a learner is whole steps; goodput = useful slice time / slice time the learner owns,
-never above 1; same options and seed, same figures.
+Invariants: the useful time of a learner is whole steps; goodput = useful slice time / slice time the learner
+owns, never above 1; same options and seed, same figures.
 """
 
 import heapq
@@ -59,7 +61,7 @@ class Goodput(Struct, frozen=True):
 
 
 class Timeline(Struct, frozen=True):
-    """When one learner made useful steps, and with how many slices. Arrays of one length, in order of time."""
+    """When one learner made useful steps, and with how many slices: arrays in order of time."""
 
     start_s: np.ndarray  # (stretches,) float64
     end_s: np.ndarray  # (stretches,) float64
@@ -73,8 +75,8 @@ class Timeline(Struct, frozen=True):
 def simulate(options: HardwareOptions, seed: int = 0, horizon_s: float | None = None) -> Goodput:
     """Return goodput and uptime of one cluster over a horizon, by default long enough for 20,000 failures.
 
-    Jitter and transient slowdowns do not matter here: a slow step is as useful to its chips as a fast one as long as
-    nobody waits, and with K = 1 nobody does.
+    Jitter and transient slowdowns do not matter here: a slow step is as useful to its chips as a fast one as
+    long as nobody waits, and with K = 1 nobody does.
     """
     horizon_s = default_horizon_s(options) if horizon_s is None else horizon_s
     if not 0 < horizon_s < math.inf:
@@ -121,7 +123,7 @@ def stepping_share(timelines: list[Timeline], horizon_s: float) -> float:
 
 
 def timeline(options: HardwareOptions, learner: int, horizon_s: float, seed: int = 0) -> Timeline:
-    """Return one learner's useful stretches up to the horizon. Cost grows with its failures, not with time."""
+    """Return one learner's useful stretches up to the horizon; the cost grows with its failures only."""
     walk = _Walk(options, learner, horizon_s, seed)
     while walk.now_s < horizon_s:
         walk.advance()
@@ -149,8 +151,8 @@ def _uniforms(generator: np.random.Generator) -> Iterator[float]:
 class _Walk:
     """One learner on its way through time.
 
-    `exposure` is what is left until the next failure, in units of mean failures: a stepping learner uses it up at
-    `live · failure_hz`, so that a change of size in between needs no new draw.
+    `exposure` is what is left until the next failure, in units of mean failures: a stepping learner uses it
+    up at `live · failure_hz`, so that a change of size in between needs no new draw.
     """
 
     def __init__(self, options: HardwareOptions, learner: int, horizon_s: float, seed: int) -> None:
@@ -175,26 +177,28 @@ class _Walk:
         """Go on to the next event: a change of size, a failure, or the horizon."""
         next_s = min(self.out[0] if self.out else math.inf, self.change_s)
         if next_s <= self.now_s:
-            present = self.now_s > 0 and self.owned > 0
-            grew = self.admit()
+            owned, live = self.owned, self.live
+            returned = self.admit()
             # What a learner owns when the run starts, or when it comes into being, stops nobody.
-            if present and self.owned:
-                self.stop(self.options.upscale_s if grew else self.options.downscale_s)
+            present = self.now_s > 0 and owned and self.owned
+            if present and (returned or owned != self.owned):
+                self.stop(self.options.upscale_s if self.live > live else self.options.downscale_s)
         elif not self.live:
             self.pass_time(next_s)
         else:
             self.step_until(next_s)
 
-    def admit(self) -> bool:
-        """Take in what is due: returned slices and changes of capacity. Return whether the learner grew."""
-        before = self.live
+    def admit(self) -> int:
+        """Take in what is due: returned slices and changes of capacity. Return how many slices returned."""
+        returned = 0
         while self.out and self.out[0] <= self.now_s:
             heapq.heappop(self.out)
-            self.live += 1
+            returned += 1
+        self.live += returned
         while self.change_s <= self.now_s:
             self.resize(self.change_to)
             self.change_s, self.change_to = next(self.changes, (math.inf, 0))
-        return self.live > before
+        return returned
 
     def resize(self, slices: int) -> None:
         """Own so many slices from now on; healthy ones are given away first."""
@@ -211,7 +215,7 @@ class _Walk:
         to_failure = self.exposure / failing_hz / self.step_s if failing_hz else math.inf
         if to_failure >= to_event:
             self.exposure -= to_event * self.step_s * failing_hz
-            self.useful(max(1, to_event))
+            self.useful(to_event)
             return
         whole = int(to_failure)
         self.useful(whole)
@@ -229,14 +233,18 @@ class _Walk:
         self.pass_time(self.now_s + steps * self.step_s)
 
     def fail(self, rest: float) -> None:
-        """Lose this step and every slice that fails in it. rest: exposure from the first failure to its end."""
+        """Lose this step and every slice that fails in it.
+
+        rest: exposure between the first failure and the end of the step.
+        """
         failed = 1
         exposure = next(self.exposures)
-        while exposure < rest:
+        while exposure < rest and failed < self.live:
             failed += next(self.hits) * self.live >= failed  # it may hit a slice that is already down
             rest -= exposure
             exposure = next(self.exposures)
-        self.exposure = exposure - rest
+        # Where all are down already, the draw starts anew: exponential times have no memory.
+        self.exposure = exposure - rest if exposure > rest else next(self.exposures)
         self.failures += failed
         self.pass_time(self.now_s + self.step_s)
         away_s = [self.returns.draw() for _ in range(failed)]
@@ -277,27 +285,40 @@ class _Walk:
 def closed_form(options: HardwareOptions) -> tuple[float, float]:
     """Return (goodput, uptime) to first order, without drawing anything: an oracle beside the simulation.
 
-    A learner steps usefully a share u of its time and meets λ failing steps per useful second (geometric, since
-    failures are noticed at the end of a step). Each costs that step and a downscale; its return costs an upscale
-    if it finds the learner stepping (share u), so u solves u · (1 + λ · (step + downscale + upscale · u)) = 1.
-    On average λ · u · return_s slices are out. Even speeds, no capacity trace, no failures during stops.
+    Learners step independently; on average λ · u · return_s slices of a learner are out (λ, u:
+    `learner_uptime`). Even speeds, no capacity trace, no failures during stops.
     """
-    chip_hz = options.chips / options.learners / options.mtbi_s
-    failing_hz = math.expm1(chip_hz * options.step_s) / options.step_s
+    up = learner_uptime(options)
+    any_up = 1 - (1 - up) ** options.learners
+    if not options.elastic:
+        return up, any_up
+    out = _failing_hz(options) * up * options.return_s / slices_per_learner(options)
+    return up / (1 + out), any_up
+
+
+def learner_uptime(options: HardwareOptions) -> float:
+    """Return the share u of time in which one learner makes useful steps, to first order.
+
+    It meets λ failing steps per useful second. Each costs that step and a downscale; its return costs an
+    upscale if it finds the learner stepping (share u): u · (1 + λ · (step + downscale + upscale · u)) = 1.
+    """
+    failing_hz = _failing_hz(options)
     if not options.elastic:
         lost_s = options.step_s + options.return_s + options.downscale_s + options.upscale_s
-        up = 1 / (1 + failing_hz * lost_s)
-        return up, 1 - (1 - up) ** options.learners
+        return 1 / (1 + failing_hz * lost_s)
     linear = 1 + failing_hz * (options.step_s + options.downscale_s)
-    square = failing_hz * options.upscale_s
-    up = 2 / (linear + math.sqrt(linear**2 + 4 * square))
-    slices = slices_per_learner(options)
-    present = 1 / (1 + failing_hz * up * options.return_s / slices)
-    return up * present, 1 - (1 - up) ** options.learners
+    return 2 / (linear + math.sqrt(linear**2 + 4 * failing_hz * options.upscale_s))
+
+
+def _failing_hz(options: HardwareOptions) -> float:
+    """Return failing steps of a learner per second of useful ones: a step fails as a whole."""
+    failures_per_step = options.chips / options.learners / options.mtbi_s * options.step_s
+    return math.expm1(min(failures_per_step, 700.0)) / options.step_s  # beyond 700 a float overflows
 
 
 def table1(seed: int = 0, failures: int = 20_000) -> dict[str, object]:
-    """Return Table 1 of the paper as simulated here: percentages by row for 150k … 2.4M chips, one set of constants.
+    """Return Table 1 of the paper as simulated here: percentages by row for 150k … 2.4M chips, one set of
+    constants.
 
     failures: how many chips fail in each cell; more make it longer and less noisy.
     """
@@ -321,4 +342,4 @@ def table1(seed: int = 0, failures: int = 20_000) -> dict[str, object]:
 
 def as_dict(figures: Goodput) -> dict[str, object]:
     """Return the figures as plain values, for JSON."""
-    return to_builtins(figures)
+    return dict(to_builtins(figures))

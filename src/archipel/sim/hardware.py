@@ -1,12 +1,14 @@
-"""Imagined hardware: chips in slices that fail and return, learners of unequal speed, capacity that comes and goes.
+"""Imagined hardware: chips in slices that fail and return, learners of unequal speed, capacity that comes
+and goes.
 
-Decoupled DiLoCo, section 3.3: every chip fails once per MTBI on average, independently (so the chips failing in one
-step are Poisson distributed); a failed chip takes its whole slice out; the slice returns after an exponentiated
-Weibull time; taking slices out and in stops the learner for fixed times. Here are the options and every random
-draw. What follows from them is computed in `sim.goodput` (event by event) or by the step-by-step host.
+Decoupled DiLoCo, section 3.3: every chip fails once per MTBI on average, independently (so the chips failing
+in one step are Poisson distributed); a failed chip takes its whole slice out; the slice returns after an
+exponentiated Weibull time; taking slices out and in stops the learner for fixed times. Here are the options
+and every random draw. What follows from them is computed in `sim.goodput` (event by event) or by the
+step-by-step host.
 
-Invariants: a draw depends on (seed, learner, stream) and on its place in that stream, never on the order in which
-learners are simulated. Times are seconds, shares are of one. No clock is read.
+Invariants: a draw depends on (seed, learner, stream) and on its place in that stream, never on the order in
+which learners are simulated. Times are seconds, shares are of one. No clock is read.
 """
 
 import math
@@ -36,7 +38,9 @@ class DayNight(Struct, frozen=True, forbid_unknown_fields=True, tag="day_night")
 class Spot(Struct, frozen=True, forbid_unknown_fields=True, tag="spot"):
     """Slices that are preempted one by one, each for an exponential time."""
 
-    preemption_interval_s: float = 86400.0  # mean time of one slice between its return and its next preemption
+    preemption_interval_s: float = (
+        86400.0  # mean time of one slice between its return and its next preemption
+    )
     absence_s: float = 3600.0  # mean time a preempted slice stays away
 
 
@@ -50,7 +54,7 @@ Capacity = DayNight | Spot | CapacityTrace
 
 
 class HardwareOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Section `[hardware]`: one imagined cluster. Defaults marked "fitted" come from `baselines.calibrate`."""
+    """Section `[hardware]`: one imagined cluster. What is "fitted" comes from `baselines.calibrate`."""
 
     chips: int = 1_200_000  # of the whole cluster
     learners: int = 8  # M; chips are shared out evenly
@@ -63,7 +67,7 @@ class HardwareOptions(Struct, frozen=True, forbid_unknown_fields=True):
     return_s: float = 46.5  # fitted; mean time from a chip's failure to its slice's return
     return_shape: float = 1.5  # k of the exponentiated Weibull; assumed, goodput hardly depends on it
     return_exponent: float = 1.5  # its exponent; 1 is a plain Weibull; assumed
-    fails_while_stopped: bool = False  # the paper draws failures per step, so a stopped learner has none
+    fails_while_stopped: bool = False  # elastic learners only; the paper draws per step: none while stopped
     speed_spread: float = 0.0  # the slowest learner's step takes 1 + this times the fastest's
     step_jitter: float = 0.0  # standard deviation of a step's duration, as a share of it
     slowdown_interval_s: float = math.inf  # mean time from one transient slowdown of a learner to the next
@@ -118,7 +122,9 @@ def _check_times(options: HardwareOptions) -> None:
             _require(value > 0, f"hardware.{name}={value} is not positive", "use a value above 0")
         _require(value >= 0, f"hardware.{name}={value} is negative", "use 0 or more")
     jitter, factor = options.step_jitter, options.slowdown_factor
-    _require(jitter < 1 / 3, f"hardware.step_jitter={jitter} would make steps of no length", "use less than 1/3")
+    _require(
+        jitter < 1 / 3, f"hardware.step_jitter={jitter} would make steps of no length", "use less than 1/3"
+    )
     _require(
         math.isfinite(factor) and factor >= 1,
         f"hardware.slowdown_factor={factor} is not a slowdown",
@@ -191,7 +197,7 @@ class ReturnTimes:
         """Return x with F(x) = share, any shape, seconds."""
         # log(1 − share^(1/exponent)) without losing the digits of a share near 0 or 1.
         tail = -np.expm1(np.log(np.maximum(share, 1e-300)) / self._exponent)
-        return self.scale_s * (-np.log(tail)) ** (1 / self._shape)
+        return np.asarray(self.scale_s * (-np.log(tail)) ** (1 / self._shape))
 
 
 def unit_mean(shape: float, exponent: float) -> float:
@@ -206,7 +212,7 @@ def unit_mean(shape: float, exponent: float) -> float:
 
 
 def step_factor(options: HardwareOptions, learner: int) -> float:
-    """Return a learner's mean step duration over `step_s`: evenly spread, 1 on average, learner 0 the fastest."""
+    """Return a learner's mean step over `step_s`: evenly spread, 1 on average, learner 0 the fastest."""
     if options.learners == 1:
         return 1.0
     slowest_over_fastest = 1 + options.speed_spread
@@ -239,6 +245,7 @@ def _slowdowns(options: HardwareOptions, seed: int, learner: int) -> Iterator[tu
     """Yield (from_s, to_s) of transient slowdowns for ever; they start apart by exponential times."""
     if options.slowdown_interval_s == math.inf:
         yield math.inf, math.inf
+        return
     generator = stream(seed, learner, STREAM_SLOWDOWNS)
     end_s = 0.0
     while True:
@@ -248,7 +255,7 @@ def _slowdowns(options: HardwareOptions, seed: int, learner: int) -> Iterator[tu
 
 
 def capacity_changes(options: HardwareOptions, seed: int, learner: int) -> Iterator[tuple[float, int]]:
-    """Yield (at_s, slices the learner owns from then on) in order of time; ends when nothing changes any more."""
+    """Yield (at_s, slices the learner owns from then on) by time, until nothing changes any more."""
     if options.capacity is None or learner < options.capacity_from_learner:
         return
     slices = slices_per_learner(options)

@@ -1,19 +1,21 @@
-"""What to run on a given cluster: M, K, P, H, τ and bits from chips, failures, model, step time, sites and links.
+"""What to run on a given cluster: M, K, P, H, τ and bits from chips, failures, model, step time, sites and
+links.
 
-Goodput comes from `goodput.closed_form` (the recommendation is simulated as well), data parallel's utilisation from
-`bandwidth`, and what our own syncer sends from here: it sits at one site, a round pulls one fragment from every
-learner and sends the merged one back, so the busiest link is the one of the syncer's site.
+Goodput comes from `goodput.closed_form` (the recommendation is simulated as well), data parallel's
+utilisation from `bandwidth`, and what our own syncer sends from here: it sits at one site, a round pulls one
+fragment from every learner and sends the merged one back, so the busiest link is the one of the syncer's
+site.
 
 A learner never waits for the network (τ ≥ 1). Where the link is too slow, rounds come later and H grows by
 1 / utilisation instead; the column states what waiting would cost, as the paper's table does.
 
-Invariants: a pure function of options and seed; every candidate that was weighed stands in the table; what rests on
-fitted constants says so.
+Invariants: a pure function of options and seed; every candidate that was weighed stands in the table; what
+rests on fitted constants says so.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
 
@@ -33,17 +35,32 @@ BITS: dict[CodecName, float] = {
     "int4": 4.125,
     "e3m0": 4.125,
 }
-# From what costs the model least to what costs it most: bits, then overlap, then rarer exchange.
+_DATA_PARALLEL_TARGET = 0.95  # utilisation that data parallel's bandwidth is stated for
+_WORTH_MORE_LEARNERS = 0.01  # goodput that justifies more learners: quality falls a little with M
+
+
+class Setting(Struct, frozen=True):
+    """How often, with how much overlap and in how many bits fragments are exchanged."""
+
+    interval_steps: int = 24  # H
+    overlap_steps: int = 2  # τ
+    push_codec: CodecName = "bf16"
+    update_codec: CodecName = "float32"
+
+
 _CODECS: tuple[tuple[CodecName, CodecName], ...] = (
     ("bf16", "float32"),
     ("bf16", "bf16"),
     ("int8", "bf16"),
     ("int4", "bf16"),
 )  # (push, update)
-_OVERLAPS = (2, 4, 8)
-_INTERVALS = (24, 48, 96, 192)
-_DATA_PARALLEL_TARGET = 0.95  # utilisation that data parallel's bandwidth is stated for
-_WORTH_MORE_LEARNERS = 0.01  # goodput that justifies more learners: quality falls a little with M
+# From what costs the model least to what costs it most: fewer bits, then longer overlap, then rarer exchange.
+SETTINGS = tuple(
+    Setting(interval, overlap, push, update)
+    for interval in (24, 48, 96, 192)
+    for overlap in (2, 4, 8)
+    for push, update in _CODECS
+)
 
 
 class PlanOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,7 +81,7 @@ class PlanOptions(Struct, frozen=True, forbid_unknown_fields=True):
     return_s: float = _DEFAULT.return_s  # fitted to Table 1
 
     def __post_init__(self) -> None:
-        """ConfigError names the first option that makes no sense. The hardware's own are checked by its class."""
+        """ConfigError names the first option that makes no sense; the hardware's class checks its own."""
         for name in ("parameters", "link_gbit_s", "link_share"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -130,7 +147,8 @@ class Plan(Struct, frozen=True):
 
 
 def plan(options: PlanOptions, seed: int = 0) -> Plan:
-    """Return the recommended settings: the fewest learners within a point of the best goodput that the link bears.
+    """Return the recommended settings: the fewest learners within a point of the best goodput that the link
+    bears.
 
     Among settings of one M, the first that fits, from the least to the most costly for the model.
     """
@@ -221,51 +239,43 @@ def _data_parallel(options: PlanOptions) -> Candidate:
 def _decoupled(options: PlanOptions, learners: int) -> Candidate:
     """Return the first of the settings that the link bears, or else the last and lightest."""
     usable = options.link_gbit_s * options.link_share
-    settings = [
-        (interval, overlap, push, update)
-        for interval in _INTERVALS
-        for overlap in _OVERLAPS
-        for push, update in _CODECS
-    ]
-    needs = [round_gbit_s(options, learners, *setting) for setting in settings]
+    needs = [round_gbit_s(options, learners, setting) for setting in SETTINGS]
     # If none fits: the one that misses by least.
     chosen = next((i for i, need in enumerate(needs) if need <= usable), needs.index(min(needs)))
-    interval, overlap, push, update = settings[chosen]
+    setting = SETTINGS[chosen]
     imagined = hardware(options, learners)
     useful, up = goodput.closed_form(imagined)
-    one_up = 1 - (1 - up) ** (1 / learners)
     return Candidate(
         method="decoupled",
         learners=learners,
-        interval_steps=interval,
-        overlap_steps=overlap,
-        push_codec=push,
-        update_codec=update,
+        interval_steps=setting.interval_steps,
+        overlap_steps=setting.overlap_steps,
+        push_codec=setting.push_codec,
+        update_codec=setting.update_codec,
         goodput=useful,
         uptime=up,
-        all_up=one_up**learners,
+        all_up=goodput.learner_uptime(imagined) ** learners,
         utilisation=min(1.0, usable / needs[chosen]),
         needed_gbit_s=needs[chosen],
         fits=needs[chosen] <= usable,
     )
 
 
-def round_gbit_s(
-    options: PlanOptions, learners: int, interval_steps: int, overlap_steps: int, push: CodecName, update: CodecName
-) -> float:
-    """Return the bandwidth that the syncer's site needs so that rounds neither queue nor come late, Gbit/s each way.
+def round_gbit_s(options: PlanOptions, learners: int, setting: Setting) -> float:
+    """Return the bandwidth that the syncer's site needs so that rounds neither queue nor come late, Gbit/s
+    each way.
 
-    Two conditions: one fragment of every remote learner, there and back with three messages' latency, within τ steps;
-    and all fragments, each way, within H steps. Infinite where latency alone takes τ steps.
+    Two conditions: one fragment of every remote learner, there and back with three messages' latency, within
+    τ steps; and all fragments, each way, within H steps. Infinite where latency alone takes τ steps.
     """
     remote = learners - learners // options.sites if options.sites > 1 else learners
-    pushes_gbit = remote * options.parameters * BITS[push] / 1e9
-    updates_gbit = remote * options.parameters * BITS[update] / 1e9
-    in_time_s = overlap_steps * options.step_s - 3 * options.link_latency_s
+    pushes_gbit = remote * options.parameters * BITS[setting.push_codec] / 1e9
+    updates_gbit = remote * options.parameters * BITS[setting.update_codec] / 1e9
+    in_time_s = setting.overlap_steps * options.step_s - 3 * options.link_latency_s
     if in_time_s <= 0:
         return math.inf
     late = (pushes_gbit + updates_gbit) / FRAGMENTS / in_time_s
-    queue = max(pushes_gbit, updates_gbit) / (interval_steps * options.step_s)
+    queue = max(pushes_gbit, updates_gbit) / (setting.interval_steps * options.step_s)
     return max(late, queue)
 
 
@@ -274,10 +284,10 @@ def _limits(options: PlanOptions, chosen: Candidate, table: tuple[Candidate, ...
     usable = options.link_gbit_s * options.link_share
     if not chosen.fits:
         yield (
-            f"link: even the lightest settings need {chosen.needed_gbit_s:.3g} Gbit/s and {usable:.3g} are usable; "
+            f"link: the lightest settings need {chosen.needed_gbit_s:.3g} Gbit/s, {usable:.3g} are usable; "
             f"rounds will come {1 / max(chosen.utilisation, 1e-9):.1f} times more rarely than planned"
         )
-    preferred = round_gbit_s(options, chosen.learners, 24, 2, "bf16", "float32")
+    preferred = round_gbit_s(options, chosen.learners, SETTINGS[0])
     if chosen.fits and preferred > usable:
         yield (
             f"link: H=24, tau=2 with bf16 pushes and float32 updates would need {preferred:.3g} Gbit/s, "
@@ -290,8 +300,8 @@ def _limits(options: PlanOptions, chosen: Candidate, table: tuple[Candidate, ...
         )
     if chosen.goodput < 0.95:
         yield (
-            f"failures: {100 * (1 - chosen.goodput):.1f} % of chip time is lost although {chosen.learners} learners "
-            "stop apart; shorter reconfigurations or smaller learners would win it back"
+            f"failures: {100 * (1 - chosen.goodput):.1f} % of chip time is lost although {chosen.learners} "
+            "learners stop apart; shorter reconfigurations or smaller learners would win it back"
         )
     yield from _notes(options, chosen, table)
 
@@ -299,18 +309,27 @@ def _limits(options: PlanOptions, chosen: Candidate, table: tuple[Candidate, ...
 def _notes(options: PlanOptions, chosen: Candidate, table: tuple[Candidate, ...]) -> Iterator[str]:
     if slices_per_learner(hardware(options, chosen.learners)) == 1:
         yield (
-            f"slices: a learner is a single slice of {options.chips // chosen.learners} chips, so one failed chip "
-            "stops all of it until it returns"
+            f"slices: a learner is a single slice of {options.chips // chosen.learners} chips, so one failed "
+            "chip stops all of it until it returns"
+        )
+    if options.sites > 1 and chosen.learners == options.sites:
+        state_gbit = 3 * options.parameters * 32 / 1e9
+        yield (
+            f"recovery: with one learner per site a returning one fetches {state_gbit:.3g} Gbit of weights "
+            "and moments across the link; with two a neighbour can serve it"
         )
     alone = table[0]
     if alone.fits and alone.useful >= chosen.useful - _WORTH_MORE_LEARNERS:
         yield "nothing forces learners apart: elastic data parallel would do as well on these chips and links"
     if max(row.learners for row in table) == chosen.learners and chosen.goodput < 0.95:
-        yield f"learners: more than plan.learners_max={options.learners_max} might help; the paper tried 16 at most"
+        yield (
+            f"learners: more than plan.learners_max={options.learners_max} might help; "
+            "the paper tried 16 at most"
+        )
 
 
 def _constants(options: PlanOptions) -> dict[str, dict[str, object]]:
-    """Return the constants behind the figures; those left at their defaults are fitted or assumed, others given."""
+    """Return the constants behind the figures; what is not left at its default is the user's."""
     known = baselines.table1_constants()
     marked = {}
     for name, entry in known.items():
@@ -321,12 +340,12 @@ def _constants(options: PlanOptions) -> dict[str, dict[str, object]]:
     return marked
 
 
-def as_dict(result: Plan) -> dict[str, object]:
+def as_dict(result: Plan) -> dict[str, Any]:
     """Return a plan as plain values, for JSON; what is infinite (no link would do) becomes None."""
-    return _finite(to_builtins(result))
+    return dict(_finite(to_builtins(result)))
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -339,9 +358,9 @@ def render(result: Plan) -> str:
     lines = [
         f"M={result.learners} learners, K={result.quorum}, P={result.fragments}, H={result.interval_steps}, "
         f"tau={result.overlap_steps}, pushes {result.push_codec}, updates {result.update_codec}",
-        f"goodput {100 * result.goodput_simulated:.1f} % simulated, {100 * result.goodput:.1f} % in closed form; "
-        f"uptime {100 * result.uptime_simulated:.1f} %; {result.needed_gbit_s:.3g} Gbit/s on the busiest link, "
-        f"{result.recovery_gbit_s:.3g} more while a learner recovers",
+        f"goodput {100 * result.goodput_simulated:.1f} % simulated, {100 * result.goodput:.1f} % in closed "
+        f"form; uptime {100 * result.uptime_simulated:.1f} %; {result.needed_gbit_s:.3g} Gbit/s on the "
+        f"busiest link, {result.recovery_gbit_s:.3g} more while a learner recovers",
         "",
         "What limits:",
         *(f"  {limit}" for limit in result.limits or ("nothing: chips, links and latency all suffice",)),

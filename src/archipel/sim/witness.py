@@ -38,7 +38,8 @@ class Witness:
     merged: list[tuple[float, int, int, tuple[str, ...]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     flying: dict[int, list[str]] = field(default_factory=dict)  # fragment -> folded so far
-    asked: dict[tuple[str, int], bool] = field(default_factory=dict)  # (worker, fragment) under way -> full
+    asked: dict[tuple[str, int], int] = field(default_factory=dict)  # (worker, fragment) -> tick of the pull
+    folding: set[tuple[str, int]] = field(default_factory=set)  # of those, whose bytes are here
     learners: dict[str, LearnerView] = field(default_factory=dict)
     notices: list[tuple[float, str, str]] = field(default_factory=list)
     wakes: int = 0
@@ -70,17 +71,18 @@ class Witness:
                 self.versions[fragment] = version
                 self.merged.append((now, fragment, version, tuple(self.flying.pop(fragment))))
             case m.Rejected(fragment=fragment, worker=worker):
-                self.asked.pop((worker, fragment), None)
+                self._over(worker, fragment)
             case m.Folded(fragment=fragment, worker=worker):
-                del self.asked[worker, fragment]
+                self._over(worker, fragment)
                 self.flying[fragment].append(worker)
             case m.Disconnected(worker=worker):
                 self._forget(worker)
             case m.Received(sender=worker, message=m.Join()):
                 self._forget(worker)
-            case m.Received(sender=worker, message=m.Nothing(fragment=fragment) | m.Push(fragment=fragment)):
-                if not any(isinstance(a, m.Fold) for a in actions):
-                    self.asked.pop((worker, fragment), None)
+            case m.Received(sender=worker, message=m.Nothing() | m.Push() as answer):
+                refused = not any(isinstance(action, m.Fold) for action in actions)
+                if refused and self.asked.get((worker, answer.fragment)) == answer.tick:
+                    self.asked.pop((worker, answer.fragment))
         for action in actions:
             if isinstance(action, m.Send) and isinstance(action.message, m.Welcome):
                 self._welcomed(action.message)
@@ -96,10 +98,15 @@ class Witness:
         self.epoch, self.tick, self.versions = welcome.epoch, welcome.tick, list(welcome.versions)
         self.flying.clear()
         self.asked.clear()
+        self.folding.clear()
+
+    def _over(self, worker: str, fragment: int) -> None:
+        del self.asked[worker, fragment]
+        self.folding.discard((worker, fragment))
 
     def _forget(self, worker: str) -> None:
         # Bytes that are here already are folded all the same: only a pull is void.
-        for key in [key for key, folding in self.asked.items() if key[0] == worker and not folding]:
+        for key in [key for key in self.asked if key[0] == worker and key not in self.folding]:
             del self.asked[key]
 
     def _decided(self, now: float, action: m.Action) -> None:
@@ -114,12 +121,13 @@ class Witness:
             case m.Send(to=worker, message=m.Pull(fragment=fragment, tick=tick, version=version)):
                 assert version == self.versions[fragment] and tick <= self.tick
                 self.flying.setdefault(fragment, [])
-                self.asked[worker, fragment] = False
+                self.asked[worker, fragment] = tick
             case m.Fold(fragment=fragment, worker=worker, base=base, full=full, weight=weight):
-                assert not self.asked[worker, fragment], f"{worker}: folded twice"
+                key = (worker, fragment)
+                assert key in self.asked and key not in self.folding, f"{worker}: folded unasked, or twice"
                 assert full or self.versions[fragment] - BASES_KEPT < base <= self.versions[fragment]
                 assert weight > 0
-                self.asked[worker, fragment] = True
+                self.folding.add(key)
             case m.Merge(fragment=fragment):
                 assert self.flying[fragment], "a merge of nothing"
                 assert not any(key[1] == fragment for key in self.asked), "merged before everything was here"

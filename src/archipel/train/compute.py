@@ -4,8 +4,9 @@ A fragment's state is a value that a merge replaces, never changes: whoever stil
 checkpoint, keeps what it holds. Outer gradients may be relative to the current version or the one before; they are
 re-anchored on the current one, which is the same for all.
 
-Invariants: float32 on one thread; pushes are folded in the order they are given; a push or a merge that fails its
-checks leaves weights, momentum and sums as they were; memory does not depend on the number of learners.
+Invariants: float32 on one thread; pushes are folded in the order they are given; a push that fails its checks leaves
+weights, momentum and sums as they were, a merge that does leaves weights and momentum and forgets its sums; memory
+does not depend on the number of learners.
 """
 
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ class OuterState:
         name = "float32" if full else self.options.push_codec
         return codec.encoded_bytes(name, self.fragments[fragment].numel, self.options.codec_block)
 
+    def update_bytes(self, fragment: int) -> int:
+        """Return the length of an update of the fragment."""
+        numel = self.fragments[fragment].numel
+        return codec.encoded_bytes(self.options.update_codec, numel, self.options.codec_block)
+
     def fold(self, fragment: int, payload: Any, weight: float, *, base: int, full: bool) -> None:
         """Check a push and add it to its round. PayloadError if it may not be merged; then nothing changed."""
         state, numel = self.states[fragment], self.fragments[fragment].numel
@@ -135,21 +141,22 @@ class OuterState:
             return weights.numpy().view(np.uint8)
         return codec.encode(self.options.update_codec, weights.numpy(), self.options.codec_block)
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        """Return the merged model as whole float32 tensors by name."""
-        return unflatten([state.weights.numpy() for state in self.states], self.fragments, self.schema)
+    def tensors(self, states: list[FragmentState] | None = None) -> dict[str, np.ndarray]:
+        """Return the merged model, or that of states taken earlier, as whole float32 tensors by name."""
+        held = self.states if states is None else states
+        return unflatten([state.weights.numpy() for state in held], self.fragments, self.schema)
 
-    def digest(self) -> str:
+    def digest(self, states: list[FragmentState] | None = None) -> str:
         """Return xxh3 of the weights, in fragment order."""
-        return _digest(state.weights for state in self.states)
+        return _digest(state.weights for state in (self.states if states is None else states))
 
     def fragment_digest(self, fragment: int) -> str:
         """Return xxh3 of one fragment's weights."""
         return _digest([self.states[fragment].weights])
 
-    def momentum_digest(self) -> str:
+    def momentum_digest(self, states: list[FragmentState] | None = None) -> str:
         """Return xxh3 of the outer momentum, in fragment order."""
-        return _digest(state.momentum for state in self.states)
+        return _digest(state.momentum for state in (self.states if states is None else states))
 
     # ---- checkpoints ----
 

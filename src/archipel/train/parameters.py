@@ -8,7 +8,7 @@ Invariants: names, shapes and the split depend only on the model's structure and
 derives the same fragments; `read` and `write` touch nothing but their fragment.
 """
 
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def synchronised(model: nn.Module, options: SyncOptions) -> dict[str, tuple[Tens
         if tensor.numel() and storage in seen:
             continue
         seen.add(storage)
-        if not any(fnmatch(name, pattern) for pattern in options.exclude):
+        if not any(fnmatchcase(name, pattern) for pattern in options.exclude):
             found[name] = (tensor, kind)
     if not found:
         raise ModelError(
@@ -43,6 +43,14 @@ def synchronised(model: nn.Module, options: SyncOptions) -> dict[str, tuple[Tens
             "check requires_grad and sync.exclude"
         )
     return found
+
+
+def schema_of(found: dict[str, tuple[Tensor, str]]) -> tuple[TensorSpec, ...]:
+    """Return what workers must agree on of the tensors that `synchronised` found."""
+    return tuple(
+        TensorSpec(name, tuple(tensor.shape), "buffer" if kind == "buffer" else "parameter")
+        for name, (tensor, kind) in found.items()
+    )
 
 
 def fragments_of(schema: tuple[TensorSpec, ...], options: SyncOptions) -> tuple[Fragment, ...]:
@@ -55,11 +63,9 @@ class Parameters:
     """The synchronised tensors of one model."""
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
-        self._tensors = {name: tensor for name, (tensor, _) in synchronised(model, options).items()}
-        self.schema = tuple(
-            TensorSpec(name, tuple(tensor.shape), "buffer" if kind == "buffer" else "parameter")
-            for name, (tensor, kind) in synchronised(model, options).items()
-        )
+        found = synchronised(model, options)
+        self._tensors = {name: tensor for name, (tensor, _) in found.items()}
+        self.schema = schema_of(found)
         self.fragments = fragments_of(self.schema, options)
         self._local_share = options.local_share
 
@@ -91,18 +97,15 @@ class Parameters:
         """Let `weights`, (numel,) float32, land on a fragment; α of the local value is kept."""
         whole = torch.from_numpy(weights)
         for piece in self.fragments[fragment].pieces:
-            tensor = self._tensors[piece.name]
+            tensor = self._tensors[piece.name].detach()
             new = whole[piece.offset : piece.offset + piece.stop - piece.start]
-            target = _flat_view(tensor, piece.name)[piece.start : piece.stop]
+            flat = tensor.reshape(-1)  # a view, unless the tensor is laid out in another order
+            target = flat[piece.start : piece.stop]
             if self._local_share and piece.kind == "parameter":
                 new = torch.lerp(new.to(target.device), target.float(), self._local_share)
             target.copy_(new)
-
-
-def _flat_view(tensor: Tensor, name: str) -> Tensor:
-    if not tensor.is_contiguous():
-        raise ModelError(f"tensor {name!r} is not contiguous in memory: call .contiguous() before training")
-    return tensor.detach().view(-1)
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
 
 
 def flatten(tensors: dict[str, np.ndarray], fragment: Fragment) -> np.ndarray:
