@@ -2,9 +2,10 @@
 
     python benchmarks/overhead.py [--steps 96] [--tokens 512]
 
-A real run: the syncer and this learner's courier on the other core, P = H = 24, pushes in bf16, a decoder of 5 million
-parameters. Blocks of six steps with and without `learner.step` alternate, so that drift of the machine hits both.
-Prints where the time goes, and last `overhead: ratio (limit 1.03)`, the ratio of median step times.
+A real run: the syncer and this learner's courier on the other core, P = H = 24, pushes in bf16, a decoder of
+5 million parameters. Blocks of six steps with and without `learner.step` alternate, so that drift of the
+machine hits both. Prints where the time goes, and last `overhead: ratio (limit 1.03)`, the ratio of median
+step times.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from archipel.train.options import fit
 BLOCK = 6
 LIMIT = 1.03
 OVERRIDES = [
-    "run.name=overhead", "sync.learners=1", "sync.fragments=24", "sync.interval_steps=24", "sync.outer_momentum=0.5",
-    "sync.steps=100000", "model.width=256", "model.layers=6", "model.heads=8", "data.sequence=128",
+    "run.name=overhead", "sync.learners=1", "sync.fragments=24", "sync.interval_steps=24",
+    "sync.outer_momentum=0.5", "sync.steps=100000", "model.width=256", "model.layers=6", "model.heads=8", "data.sequence=128",
 ]  # fmt: skip
 
 
@@ -39,7 +40,14 @@ def on_core(core: int, pid: int) -> None:
 
 def start_syncer(folder: Path) -> tuple[subprocess.Popen, str]:
     """Start a syncer and return it with its address."""
-    arguments = ["syncer", str(folder / "run.toml"), "--out", str(folder / "syncer"), "--listen", "127.0.0.1:0"]
+    arguments = [
+        "syncer",
+        str(folder / "run.toml"),
+        "--out",
+        str(folder / "syncer"),
+        "--listen",
+        "127.0.0.1:0",
+    ]
     address = folder / "address"
     command = [sys.executable, "-m", "archipel", *arguments, "--address-file", str(address)]
     log = (folder / "syncer.log").open("w")
@@ -123,8 +131,14 @@ def report(model, times, calls: Stopwatch, watches: dict[str, Stopwatch]) -> Non
     counted = calls.times[BLOCK:]
     print(f"parameters {models.parameter_count(model):,}, {len(times[True])} steps of each kind")
     print(f"median step: {1e3 * with_step:.2f} ms with learner.step, {1e3 * without:.2f} ms without")
-    print(f"learner.step: median {1e3 * statistics.median(counted):.3f} ms, longest {1e3 * max(counted):.2f} ms")
-    names = {"_receive": "frames from the courier", "_copy": "copies into shared memory", "_land": "updates landing"}
+    print(
+        f"learner.step: median {1e3 * statistics.median(counted):.3f} ms, longest {1e3 * max(counted):.2f} ms"
+    )
+    names = {
+        "_receive": "frames from the courier",
+        "_copy": "copies into shared memory",
+        "_land": "updates landing",
+    }
     for part, watch in watches.items():
         share = sum(watch.times) / max(sum(calls.times), 1e-9)
         print(f"  {names[part]}: {100 * share:.0f} % of it")

@@ -1,4 +1,5 @@
-"""The house rules that a reader relies on: who may import whom, what the protocol may not touch, and sizes."""
+"""The house rules that a reader relies on: who may import whom, what the protocol may not touch, and
+sizes."""
 
 import ast
 import sys
@@ -21,7 +22,14 @@ OURS = {
     "sim": {"protocol", "tape", "chaos", "errors"},
     "runtime": {"protocol", "tape", "chaos", "errors", "numerics.codec"},
     "dashboard": {"tape", "protocol", "errors"},
-    "config": {"errors", "protocol.schedule", "runtime.checkpoint", "runtime.launch", "runtime.wire", "train.options"},
+    "config": {
+        "errors",
+        "protocol.schedule",
+        "runtime.checkpoint",
+        "runtime.launch",
+        "runtime.wire",
+        "train.options",
+    },
 }
 OTHERS = {
     "errors": set(),
@@ -94,7 +102,10 @@ def test_protocol_has_no_clock_chance_or_io() -> None:
 def test_nothing_imports_the_interface() -> None:
     for path in FILES:
         if part_of(path) not in ("api", "cli", "__init__", "__main__"):
-            assert not {ours(n).split(".")[0] for n in imports_of(path) if n.startswith("archipel")} & {"api", "cli"}
+            assert not {ours(n).split(".")[0] for n in imports_of(path) if n.startswith("archipel")} & {
+                "api",
+                "cli",
+            }
 
 
 def test_package_files_import_nothing() -> None:
@@ -122,7 +133,9 @@ def test_every_module_says_what_it_is() -> None:
             assert ast.get_docstring(ast.parse(path.read_text())), path
 
 
-@pytest.mark.parametrize("module", ["protocol.syncer", "tape.tape", "cli", "config", "roles.courier", "dashboard.terminal"])
+@pytest.mark.parametrize(
+    "module", ["protocol.syncer", "tape.tape", "cli", "config", "roles.courier", "dashboard.terminal"]
+)
 def test_module_loads_without_torch(module: str) -> None:
     import subprocess
 

@@ -16,7 +16,7 @@ log = logging.getLogger("archipel")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; errors that a person can mend are one line on standard error and exit code 2."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         code = options.command(options)
@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
     raise SystemExit(code)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="archipel",
         description="Train one network on islands of compute that fail, differ in speed and sit far apart.",

@@ -230,7 +230,8 @@ class Series:
         self._folds: dict[tuple[int, str], tuple[float, int]] = {}
 
     def mirror(self, header: Header) -> None:
-        """Keep the syncer's ledger too, by letting its machine decide again; before the tape's first record."""
+        """Keep the syncer's ledger too, by letting its machine decide again; before the tape's first
+        record."""
         if header.worker == SYNCER and "machine" in header.settings:
             machine = machine_of(header)
             self._mirror = machine if isinstance(machine, SyncerMachine) else None
@@ -302,7 +303,9 @@ class Series:
     def _count_bytes(self, record: Record) -> None:
         """Payload bytes, as their fragments' sizes tell."""
         match record.event:
-            case m.Received(message=m.Push(fragment=fragment, full=False)) if fragment < len(self._push_bytes):
+            case m.Received(message=m.Push(fragment=fragment, full=False)) if fragment < len(
+                self._push_bytes
+            ):
                 self.bytes_received = (self.bytes_received or 0) + self._push_bytes[fragment]
             case _:
                 pass

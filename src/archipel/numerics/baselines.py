@@ -1,7 +1,7 @@
 """What gossip training is compared with: DSGD, ATC, DAdam, Local-DAdam and NoLoCo, on flat tensors.
 
-Each is what happens around `mixing.mix` with a doubly stochastic W; what is mixed and where the step is taken tells
-them apart (gossip specification, section 6):
+Each is what happens around `mixing.mix` with a doubly stochastic W; what is mixed and where the step is
+taken tells them apart (gossip specification, section 6):
 
     method        mixed          after mixing
     dsgd          x              x' = W x − lr·∇F(x)
@@ -11,8 +11,8 @@ them apart (gossip specification, section 6):
     overlapped    x              x' = W x + g
     noloco        φ and Δ        m' = μm + L·mean(Δ) + L·(mean(φ) − φ_i);  φ' = φ + m'
 
-In dsgd, dadam and overlapped the step comes from the unmixed x, so that mixing can go on beside the computation.
-DiLoCo is `mixing` on the complete graph; GASLoC with H = 1, η = 1, γ = 0 is ATC.
+In dsgd, dadam and overlapped the step comes from the unmixed x, so that mixing can go on beside the
+computation. DiLoCo is `mixing` on the complete graph; GASLoC with H = 1, η = 1, γ = 0 is ATC.
 
 Invariants: as in `mixing`: nothing passed in is changed, one shape and type in a call.
 """
@@ -68,15 +68,15 @@ def adam(
 
 
 def dadam(mixed: Tensor, theta: Tensor, direction: Tensor, *, lr: float, weight_decay: float = 0.0) -> Tensor:
-    """Return x' = W x − lr·(direction + decay·x). direction: from `adam`, with the gradient at the unmixed x, theta.
+    """Return x' = W x − lr·(direction + decay·x).
 
-    Weight decay is decoupled and acts on the unmixed x, like the step.
+    theta: the unmixed x. direction: from `adam`, with the gradient there. Weight decay is decoupled.
     """
     return torch.sub(mixed, direction, alpha=lr).sub_(theta, alpha=lr * weight_decay)
 
 
 def local_dadam_sent(anchor: Tensor, reached: Tensor, *, overlapped: bool = False) -> Tensor:
-    """Return what is mixed after H AdamW steps from anchor to reached: where they led, or, overlapped, the anchor."""
+    """Return what is mixed after H AdamW steps: where they led, or, overlapped, where they began."""
     return anchor if overlapped else reached
 
 

@@ -1,7 +1,7 @@
-"""One gossip round on flat tensors: the four places the outer momentum can act, and the mixing itself (GASLoC).
+"""One gossip round on flat tensors: the mixing, and the four places the outer momentum can act (GASLoC).
 
-A worker starts the round at its anchor θ, reaches θ + g after its local steps, and offers a model z to its partners;
-W mixes the offers. With y = θ + ηg:
+A worker starts the round at its anchor θ, reaches θ + g after its local steps, and offers a model z to its
+partners; W mixes the offers. With y = θ + ηg:
 
     form      update                                  sent z               remembered
     mixed     θ' = W [y + γ(y − y_prev)]              y + γ(y − y_prev)    y
@@ -9,16 +9,17 @@ W mixes the offers. With y = θ + ηg:
     postmix   u = W y;  θ' = u + γ(u − u_prev)        y                    u
     drift     v ← γv + g;  θ' = W [θ + η(g + γv)]     θ + η(g + γv)        v
 
-The published text leaves open where the momentum acts. On the complete graph mixed, postmix and drift are DiLoCo with
-torch's Nesterov momentum; mixed is the default, for its pairs end equal to the bit. Before the first round y_prev =
-u_prev = θ and v = 0.
+The published text leaves open where the momentum acts. On the complete graph mixed, postmix and drift are
+DiLoCo with torch's Nesterov momentum; mixed is the default, for its pairs end equal to the bit. Before the
+first round y_prev = u_prev = θ and v = 0.
 
 A round is `offer`, `mix`, `settle`. Mixing is in delta form, z_i + Σ w(ẑ_j − ẑ_i), where ẑ is what really
-travelled: what a pair gains and loses sums to zero, so the mean over workers stays where it was under compression, and
-under late application through `late_factors`. A round without a partner is `settle(made, made.sent)`.
+travelled: what a pair gains and loses sums to zero, so the mean over workers stays where it was under
+compression, and under late application through `late_factors`. A round without a partner is `settle(made,
+made.sent)`.
 
-Invariants: nothing passed in is changed; all tensors of a call have one shape and one floating type; terms are added
-in the order given, so that equal arguments give equal bits.
+Invariants: nothing passed in is changed; all tensors of a call have one shape and one floating type; terms
+are added in the order given, so that equal arguments give equal bits.
 """
 
 import math
@@ -61,7 +62,7 @@ def start(form: Form, theta: Tensor) -> Tensor:
 def offer(
     form: Form, anchor: Tensor, reached: Tensor, remembered: Tensor, *, lr: float, momentum: float
 ) -> Offer:
-    """Return what a worker brings to the round. anchor: θ; reached: θ + g; remembered: from `start` or `settle`."""
+    """Return what a worker brings. anchor: θ; reached: θ + g; remembered: from `start` or `settle`."""
     _check(anchor, reached, remembered)
     drift = reached - anchor
     if form == "drift":
@@ -98,7 +99,10 @@ def change(received: Tensor, weight: float, *, sent: Tensor) -> Tensor:
 
 
 def settle(made: Offer, mixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return θ', where the worker starts the next round, and what it remembers. mixed: `mix` of what was sent."""
+    """Return θ', where the next round starts, and what the worker remembers. mixed: `mix` of what was sent.
+
+    Both may share memory with the arguments.
+    """
     _check(made.sent, mixed)
     match made.form:
         case "local":
@@ -110,12 +114,13 @@ def settle(made: Offer, mixed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def late_factors(form: Form, momentum: float, *, rounds: int = 0) -> tuple[float, float]:
-    """Return what to multiply a late `change` by before adding it to the worker's weights and to what it remembers.
+    """Return what to multiply a late `change` by: for the worker's weights, and for what it remembers.
 
-    rounds: how many more rounds have been settled since the one the change belongs to; 0: the next one is under
-    way, and its anchor and weights both move, so that its drift stays. With a change of the opposite sign applied
-    in time by the partner, the mean over workers is afterwards what it would be had both been in time: the factors
-    follow the momentum's own recursion s_{k+1} = s_k + γ(s_k − s_{k−1}), so s_k = 1 + γ + … + γᵏ.
+    rounds: how many rounds have been settled since the one the change belongs to; 0: the one after it is
+    under way. Anchor and weights move together, so that the drift of the round under way stays. The partner
+    applied the opposite change in time; afterwards the mean over workers is what it would be had both been in
+    time, for the factors follow the momentum's own recursion s_{k+1} = s_k + γ(s_k − s_{k−1}): s_k = 1 + γ +
+    … + γᵏ.
     """
     assert rounds >= 0, rounds
     match form:
@@ -148,7 +153,7 @@ def squared_distance(one: Tensor, other: Tensor) -> float:
 
 
 def mean_square_from_pairs(squared_distances: Sequence[float], n: int) -> float:
-    """Return the estimate of mean ‖θ_i − mean θ‖² = (n−1)/(2n) · E‖θ_i − θ_j‖² from random pairs of n workers.
+    """Return the estimate (n−1)/(2n) · mean ‖θ_i − θ_j‖² of mean ‖θ_i − mean θ‖², from random pairs of n.
 
     Unbiased when every pair is equally likely, as with the random graphs. Of what was sent, it is the error
     before mixing.

@@ -1,21 +1,21 @@
 """When outer momentum on a gossip graph stays stable: the theory behind the configuration's warning.
 
-Without drifts the differences between workers obey a linear recursion in (x, p), where x is what a worker starts the
-round with and p is what it remembers, both less their mean over workers:
+Without drifts the differences between workers obey a linear recursion in (x, p), where x is what a worker
+starts the round with and p is what it remembers, both less their mean over workers:
 
     mixed, postmix   x' = W [(1+γ)x − γp],    p' = x
     local            x' = W x + γ(x − p),     p' = x
     drift            x' = W x                 (its momentum never feeds on x)
 
-Random graphs (1-peer, 2-peer): relabelling workers changes nothing in distribution, so on differences E[W] and
-E[WᵀW] are numbers λ and q, and the second moments A = E|x|², C = E⟨x, p⟩, B = E|p|² obey an exact 3 × 3 recursion.
-Its spectral radius is the factor of the squared consensus error per round. With ρ = λ at α = 1 (specification,
-section 4) and s = 1 − drop probability: λ = 1 − αs(1−ρ), q = 1 − (2αs − α²σ)(1−ρ), where σ = s for pairs and
-(2s + s²)/3 for rings, whose links fail one by one. Fixed and cyclic graphs (all others) are circulant: one 2 × 2
-recursion per Fourier mode, multiplied over a period.
+Random graphs (1-peer, 2-peer): relabelling workers changes nothing in distribution, so on differences E[W]
+and E[WᵀW] are numbers λ and q, and the second moments A = E|x|², C = E⟨x, p⟩, B = E|p|² obey an exact 3 × 3
+recursion. Its spectral radius is the factor of the squared consensus error per round. With ρ = λ at α = 1
+(specification, section 4) and s = 1 − drop probability: λ = 1 − αs(1−ρ), q = 1 − (2αs − α²σ)(1−ρ), where σ =
+s for pairs and (2s + s²)/3 for rings, whose links fail one by one. Fixed and cyclic graphs (all others) are
+circulant: one 2 × 2 recursion per Fourier mode, multiplied over a period.
 
-All limits come from this theory; no number here is tabulated or fitted. It imports neither torch nor numpy, so that
-a configuration can be checked without either.
+All limits come from this theory; no number here is tabulated or fitted. It imports neither torch nor numpy,
+so that a configuration can be checked without either.
 """
 
 import cmath
@@ -62,10 +62,10 @@ class Verdict:
         """The rule, the values and the remedy, in one sentence."""
         setting = f"form={self.form} peers={self.peers} momentum={self.momentum:g} alpha={self.alpha:g}"
         if self.stable:
-            return f"{setting}: stable, the squared consensus error falls by {self.growth:.3f} a round"
+            return f"{setting}: stable, a round multiplies the squared consensus error by {self.growth:.3f}"
         damping = f", or alpha={self.safe_alpha:g} (limit {self.alpha_limit:.3f})" if self.safe_alpha else ""
         return (
-            f"{setting} diverges: the squared consensus error grows by {self.growth:.3f} a round; use "
+            f"{setting} diverges: a round multiplies the squared consensus error by {self.growth:.3f}; use "
             f"momentum={self.safe_momentum:g} (limit {self.momentum_limit:.3f}){damping}, or form=drift"
         )
 
@@ -103,7 +103,7 @@ def growth(
 
 
 def second_eigenvalue(peers: Graph, n: float) -> float:
-    """Return ρ, the second eigenvalue of the expected mixing matrix of a random graph at α = 1 (section 4)."""
+    """Return ρ, the second eigenvalue of a random graph's expected mixing matrix at α = 1 (section 4)."""
     if n <= 2:
         return 0.0  # a pair and a worker alone are complete graphs
     if peers == "two_peer":
@@ -136,7 +136,8 @@ def second_moments(form: Form, gamma: float, lam: float, q: float) -> Matrix:
 
 
 def spread(form: Form, peers: Graph, gamma: float, *, alpha: float = 1.0, n: float = math.inf) -> float:
-    """Return E|x|² in the long run if every round adds an independent drift of E|ηg|² = 1 to y; inf if unstable.
+    """Return E|x|² in the long run if every round adds an independent drift, E|ηg|² = 1, to y; inf if
+    unstable.
 
     For the random graphs and every form but drift. Drift and x are less their means over workers; x is what a
     worker starts a round with, in form postmix its mixed model u.
@@ -148,10 +149,10 @@ def spread(form: Form, peers: Graph, gamma: float, *, alpha: float = 1.0, n: flo
     step = second_moments(form, gamma, lam, q)
     # A drift enters the round as x does and is remembered with it; postmix takes it in behind the momentum.
     source = (q, 0.0, 0.0) if form == "postmix" else (step[0][0], step[1][0], 1.0)
-    # From C = c + eA + fC and B = b + A, put into A = a + jA + kC + lB.
-    (j, k, l), (e, f, _), _ = step
+    # From C = c + eA + fC and B = b + A, put into A = a + gA + hC + kB.
+    (g, h, k), (e, f, _), _ = step
     a, c, b = source
-    return (a + k * c / (1 - f) + l * b) / (1 - j - k * e / (1 - f) - l)
+    return (a + h * c / (1 - f) + k * b) / (1 - g - h * e / (1 - f) - k)
 
 
 def consensus_momentum(lam: float) -> float:
@@ -182,7 +183,7 @@ def _circulant_growth(form: Form, peers: Graph, gamma: float, *, alpha: float, n
         _mode_radius(form, gamma, [_symbol(offsets, mode / n, alpha) for offsets in cycle])
         for mode in range(1, n // 2 + 1)
     )
-    return worst ** (2 / len(cycle))
+    return math.pow(worst, 2 / len(cycle))
 
 
 def _offsets(peers: Graph, n: int) -> list[tuple[int, ...]]:
@@ -217,7 +218,7 @@ def _mode_radius(form: Form, gamma: float, symbols: list[complex]) -> float:
 
 
 def _edge(rate: Callable[[float], float]) -> float:
-    """Return where a growth rate first reaches 1 on (0, 1]; 1 if it does not below 1, 0 if it does at once."""
+    """Return where a growth rate first reaches 1; 1 if it does not below 1, 0 if it does at once."""
     points = [GRID * k for k in range(1, round(1 / GRID))]
     above = next((point for point in points if rate(point) >= 1), None)
     if above is None:

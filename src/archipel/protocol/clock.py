@@ -1,9 +1,9 @@
 """Vector clocks, carried sparsely: what each worker knows of every other worker's progress (appendix E).
 
-A learner's own component is its inner step, the syncer's its tick, as in ⟨L0:10, L1:8, S:8⟩. A message carries
-only the components that changed since the last one on the same channel. Between syncer and learners those are two
-at most (the sender's own and what it last heard of the receiver): passing every learner's step on to every other
-would cost M² components a tick, and the syncer's own tape holds them anyway.
+A learner's own component is its inner step, the syncer's its tick, as in ⟨L0:10, L1:8, S:8⟩. A message
+carries only the components that changed since the last one on the same channel. Between syncer and learners
+those are two at most (the sender's own and what it last heard of the receiver): passing every learner's step
+on to every other would cost M² components a tick, and the syncer's own tape holds them anyway.
 """
 
 from dataclasses import dataclass, field

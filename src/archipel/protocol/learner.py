@@ -1,16 +1,16 @@
-"""The learner's machine: report, push, let updates land at step boundaries, never wait (Algorithm 1, section 3.1).
+"""The learner's machine: report, push, let updates land at step boundaries, never wait (Algorithm 1).
 
     connecting ─▶ joining ─▶ preparing ─▶ joining ─▶ adopting ─▶ running ─▶ stopping ─▶ finished
                 (no settings yet)      (with the model's schema)
 
-It lives beside the thing that computes, not in it: `StepCompleted` and `Applied` tell it in order what the compute
-port did at a step boundary (a copy of fragments is taken *before* updates are applied), and `Copy`, `Apply`,
-`Hold` ask for what comes next. When the channel breaks it goes on counting and says everything anew after
-reconnecting.
+It lives beside the thing that computes, not in it: `StepCompleted` and `Applied` tell it in order what the
+compute port did at a step boundary (a copy of fragments is taken *before* updates are applied), and `Copy`,
+`Apply`, `Hold` ask for what comes next. When the channel breaks it goes on counting and says everything anew
+after reconnecting.
 
-Invariants: no `Progress` before every fragment is adopted; a fragment's counters reset when an update lands on it
-and at no other time; a push is made from a copy taken at the end of a step, with the counters of that step; at most
-the copies of the newest step are kept; a learner that owes a push never holds.
+Invariants: no `Progress` before every fragment is adopted; a fragment's counters reset when an update lands
+on it and at no other time; a push is made from a copy taken at the end of a step, with the counters of that
+step; at most the copies of the newest step are kept; a learner that owes a push never holds.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from .schedule import SyncOptions, due, due_between, options_of
 
 @dataclass
 class Counters:
-    """Where the incarnation stood when the last update landed on a fragment; c_steps, c_tokens follow from it."""
+    """Where the incarnation stood when the last update landed on a fragment: c_steps, c_tokens follow."""
 
     step: int = 0
     tokens: int = 0
@@ -394,7 +394,7 @@ class LearnerMachine:
     # ---- what it wants next ----
 
     def _watch(self) -> list[m.Action]:
-        """Ask for copies of what can be pulled next: at the ticks that opens, and what was asked for already."""
+        """Ask for copies of what can be pulled next, and of what was asked for already."""
         if self.state != "running" or self.role == "observer":
             return []
         # The step now under way makes one report more. At τ = 0 all of them count, each at a tick of its own.

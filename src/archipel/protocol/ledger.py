@@ -1,16 +1,17 @@
 """The token ledger: for every fragment, every token has one fate, and the sums close.
 
 A token a learner consumed counts once for each fragment. It ends as *merged* (in a push that was folded in),
-*overwritten* (an update of a round its learner took part in landed on it), *absent* (an update of a round without
-its learner landed on it), *lost* (its learner died after consuming it) or *unmerged* (at the end of the run).
+*overwritten* (an update of a round its learner took part in landed on it), *absent* (an update of a round
+without its learner landed on it), *lost* (its learner died after consuming it) or *unmerged* (at the end).
 
 The syncer keeps it from the pushes it accepts and from what learners say. On a fragment the tokens of one
-incarnation form a line 0 … consumed. A landing settles everything up to a point of that line; an accepted push covers
-a stretch of it. Stretches and landings may become known in either order, since they travel on different channels.
+incarnation form a line 0 … consumed. A landing settles everything up to a point of that line; an accepted
+push covers a stretch of it. Stretches and landings may become known in either order, since they travel on
+different channels.
 
-Invariants: per learner and fragment, once its incarnation is closed, consumed = merged + overwritten + absent + lost
-+ unmerged; no token is merged twice; what a learner says is checked against what it said before. Memory: nine
-numbers per learner and fragment.
+Invariants: per learner and fragment, once its incarnation is closed, consumed = merged + overwritten + absent
++ lost + unmerged; no token is merged twice; what a learner says is checked against what it said before.
+Memory: nine numbers per learner and fragment.
 """
 
 from collections.abc import Container
@@ -32,8 +33,8 @@ class Stretch(NamedTuple):
 class Line(Struct):
     """One learner, one fragment. `settled`: the point up to which updates have landed.
 
-    `start` … `end`: the stretch of the last accepted push, until the landing that follows it; `version`: what that
-    push goes into.
+    `start` … `end`: the stretch of the last accepted push, until the landing that follows it; `version`: what
+    that push goes into.
     """
 
     merged: int = 0

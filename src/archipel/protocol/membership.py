@@ -1,11 +1,11 @@
 """Who is live, with what identity, on which shard, and what a worker is told when it joins.
 
-A worker is known by its name; each process start is a new incarnation of it. A name keeps its shard for ever, so
-that no two workers read the same data; a new name takes the number it ends in when that is free, else the lowest
-free one. A worker joins twice: first without a schema, to learn the settings, then with its model's.
+A worker is known by its name; each process start is a new incarnation of it. A name keeps its shard for ever,
+so that no two workers read the same data; a new name takes the number it ends in when that is free, else the
+lowest free one. A worker joins twice: first without a schema, to learn the settings, then with its model's.
 
-Invariants: a learner counts only while it is connected, has joined and holds a full, current model; an observer
-never counts and has no account; a data position only grows.
+Invariants: a learner counts only while it is connected, has joined and holds a full, current model; an
+observer never counts and has no account; a data position only grows.
 """
 
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ def credit_max(options: SyncOptions) -> int:
 
 @dataclass
 class Roster:
-    """Takes workers in. Shares `members`, `ledger` and `versions` with the syncer's machine, which owns them."""
+    """Takes workers in. Shares `members`, `ledger` and `versions` with the syncer's machine."""
 
     run: str
     options: SyncOptions
@@ -146,8 +146,8 @@ class Roster:
                 self.ledger.resumed(name, join.tokens, open_tokens, list(join.versions))
         else:
             self.ledger.begin(name, join.incarnation)
-            # Its position shows what was consumed before it and never reported: by an incarnation that died, or
-            # since the checkpoint this syncer came back from.
+            # Its position shows what was consumed before it and never reported: by an incarnation that died,
+            # or since the checkpoint this syncer came back from.
             if drawn - join.tokens >= known:
                 self.ledger.tail(name, drawn - join.tokens - known)
             known += join.tokens
@@ -196,7 +196,7 @@ class Roster:
 
 
 def choose_shard(name: str, join: m.Join, taken: dict[str, int], shards: int) -> int | None:
-    """Return the shard of a worker: its old one, the one its name ends in, or the lowest free; None if all gone.
+    """Return the shard of a worker: its old one, that its name ends in, or the lowest free; None: all gone.
 
     taken: worker name -> shard, for every name that ever joined. shards: how many the data is cut into.
     """

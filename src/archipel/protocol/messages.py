@@ -4,8 +4,8 @@ A machine is `handle(now, event) -> list[Action]`. Its host supplies the network
 supplies tensors (see `Network` and `Compute` at the end). Payloads are opaque here: a message that carries a
 fragment names it and the host moves the bytes beside it.
 
-Invariants: all types are frozen; worker names are strings; times are seconds on the host's clock; `version` of a
-fragment is the number of merges it has been through; `tick` is the syncer's global step, 1-based.
+Invariants: all types are frozen; worker names are strings; times are seconds on the host's clock; `version`
+of a fragment is the number of merges it has been through; `tick` is the syncer's global step, 1-based.
 """
 
 from typing import Any, Literal, Protocol
@@ -65,7 +65,7 @@ class Progress(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """Answer to a pull; its payload is the outer gradient `base version − weights`, or the weights in full."""
+    """Answer to a pull; payload: the outer gradient `base version − weights`, or the weights in full."""
 
     fragment: int
     tick: int
@@ -116,7 +116,7 @@ class Leave(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The worker is a member. The fragments listed follow as updates; it may report once it holds them all."""
+    """The worker is a member. The fragments in `follow` come as updates; it counts once it holds them all."""
 
     run: str
     epoch: int  # grows by one each time the syncer resumes from a checkpoint
@@ -149,8 +149,8 @@ class Pull(Message, frozen=True):
 class TickClosed(Message, frozen=True):
     """Tick `tick` is closed; the receiver was counted with its report of step `counted` (-1: it was not).
 
-    Or, with `abandoned`: the round of this fragment, begun at this tick, came to nothing. No update of it will come,
-    and a report that is named in `counted` counts again.
+    Or, with `abandoned`: the round of this fragment, begun at this tick, came to nothing. No update of it
+    will come, and a report that is named in `counted` counts again.
     """
 
     tick: int
@@ -159,7 +159,7 @@ class TickClosed(Message, frozen=True):
 
 
 class Update(Message, frozen=True):
-    """Payload: the weights of a fragment. `tokens`: those of the receiver's own push that was merged into it."""
+    """Payload: the weights of a fragment. `tokens`: of the receiver's own push that was merged into it."""
 
     fragment: int
     version: int
@@ -346,7 +346,7 @@ class Tally(Action, frozen=True):
 
 
 class Fold(Action, frozen=True):
-    """Check the push of `worker` and add it to its round with this weight. `base`: version it is relative to."""
+    """Check the push of `worker`, relative to version `base`, and add it to its round with this weight."""
 
     fragment: int
     worker: str

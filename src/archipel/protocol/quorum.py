@@ -1,8 +1,8 @@
-"""When may a tick close? Freshness, quorum and the adaptive grace window (Decoupled DiLoCo, section 3.2, eq. 3).
+"""When may a tick close? Freshness, quorum and the adaptive grace window (section 3.2, eq. 3).
 
 Pure functions over plain numbers: the syncer's machine asks, this page answers with a verdict and its reason.
-Times are seconds. Invariant: a verdict to wait names the moment at which asking again could change it, or None
-when only an event can.
+Times are seconds. Invariant: a verdict to wait names the moment at which asking again could change it, or
+None when only an event can.
 """
 
 from collections.abc import Sequence
@@ -101,7 +101,7 @@ def grace_window(step_s: float, quorum_s: float, sync_s: float, overlap: int, ma
 
 
 def weight(steps: int, tokens: int) -> float:
-    """Return a push's weight: quantity × quality, tokens · (tokens / steps); 0 without a step (section 3.2)."""
+    """Return a push's weight: quantity × quality, tokens · (tokens / steps); 0 without a step."""
     return tokens * (tokens / steps) if steps else 0.0
 
 

@@ -2,12 +2,12 @@
 
     waiting ─▶ pulling ─▶ folding ─▶ folded          (or dropped, at any of the first three)
 
-A round merges when nobody is left in the first three stages and something was folded; with nothing folded it comes
-to nothing, the counts of those it lost for no fault of theirs are restored, and its fragment is owed to the next
-tick. A participant that dies, is refused or is slower than its deadline leaves this round only.
+A round merges when nobody is left in the first three stages and something was folded; with nothing folded it
+comes to nothing, the counts of those it lost for no fault of theirs are restored, and its fragment is owed to
+the next tick. A participant that dies, is refused or is slower than its deadline leaves this round only.
 
-Invariants: one round per fragment; at most `pulls_max` pushes under way; a push is folded only if it was asked for,
-names a base version that is still kept and carries tokens that no other push or landing has used.
+Invariants: one round per fragment; at most `pulls_max` pushes under way; a push is folded only if it was
+asked for, names a base version that is still kept and carries tokens that no other push or landing has used.
 """
 
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class Round:
         return not (self.waiting or self.pulling or self.folding)
 
     def drop(self, worker: str) -> bool:
-        """Leave the worker out, unless its bytes are here already; return whether it was part of the round."""
+        """Leave the worker out, unless its bytes are here already; return whether it was in the round."""
         if worker in self.waiting:
             self.waiting.remove(worker)
             return True

@@ -1,7 +1,7 @@
 """Which fragment is due at which tick, and the options of synchronisation that all workers of a run share.
 
-A fragment p has the offset t_p = floor(p·H/P) and is due at tick t when t mod H = t_p (Decoupled DiLoCo, section 3;
-the order is free there, this one is ours). With P ≤ H the offsets are distinct.
+A fragment p has the offset t_p = floor(p·H/P) and is due at tick t when t mod H = t_p (Decoupled DiLoCo,
+section 3; the order is free there, this one is ours). With P ≤ H the offsets are distinct.
 """
 
 from typing import Any, Literal

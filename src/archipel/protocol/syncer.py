@@ -1,14 +1,14 @@
 """The syncer's machine: ticks, quorum, grace, pull, merge, publish (Algorithm 2, section 3.2).
 
-    tick t:  closed t−1 ─▶ open ─▶ K fresh reports ─▶ grace window ─▶ closed ─▶ (a fragment is due) round ─▶ published
+    tick t:  closed t−1 ─▶ open ─▶ K fresh reports ─▶ grace window ─▶ closed ─▶ (fragment due) round ─▶ published
     syncer:  running ─▶ parting (the last tick is over: learners say goodbye) ─▶ finished
 
 Tick t+1 opens when tick t closes, so that its quorum and grace overlap the pull and merge of t; but not while
 max(τ, 1) rounds are in flight, nor while the fragment it needs is.
 
-Invariants: the tick and every version only grow within an epoch; one round in flight per fragment; no round without
-a quorum of learners that hold a full model; what a worker says is checked before it changes anything, and what is
-refused leaves no trace but a notice.
+Invariants: the tick and every version only grow within an epoch; one round in flight per fragment; no round
+without a quorum of learners that hold a full model; what a worker says is checked before it changes anything,
+and what is refused leaves no trace but a notice.
 """
 
 from copy import deepcopy

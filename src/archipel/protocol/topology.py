@@ -1,26 +1,29 @@
 """Who meets whom in a gossip round: a pure function of (run seed, membership epoch, round, sorted live view).
 
-GASLoC mixes each round with a matrix W = I − αΛ: pairs with weights 1/2, rings with 1/3 (α = 1). The published
-description draws random pairs or a random ring; how the draw is made is ours, so that no worker needs to be told:
-whoever knows the four arguments derives the same matrix, bit for bit, on any machine and in any Python.
+GASLoC mixes each round with a matrix W = I − αΛ: pairs with weights 1/2, rings with 1/3 (α = 1). The
+published description draws random pairs or a random ring; how the draw is made is ours, so that no worker
+needs to be told: whoever knows the four arguments derives the same matrix, bit for bit, on any machine and
+in any Python.
 
-The generator is counter-based and written down here. With all arithmetic modulo 2⁶⁴ and mix64 the finalizer of
-SplitMix64 (Steele, Lea, Flood 2014):
+The generator is counter-based and written down here. With all arithmetic modulo 2⁶⁴ and mix64 the finalizer
+of SplitMix64 (Steele, Lea, Flood 2014):
 
     key     = fold(fold(fold(0, seed), epoch), round),   fold(k, w) = mix64(k + mix64(w + GOLDEN))
     word i  = mix64(key + (i + 1)·GOLDEN),               i = 0, 1, 2, …
 
-A number below n is word mod n; words from the last, incomplete multiple of n upwards are skipped. The permutation is
-Fisher–Yates from the end: for i = n − 1 … 1 swap places i and (a number below i + 1). Seats are places in that
-permutation; the static schemes sit in view order.
+A number below n is word mod n; words from the last, incomplete multiple of n upwards are skipped. The
+permutation is Fisher–Yates from the end: for i = n − 1 … 1 swap places i and (a number below i + 1). Seats
+are places in that permutation; the static schemes sit in view order.
 
-Invariants: rows and columns of every matrix sum to 1 and no entry is negative; a matrix depends on names only
-through their order; with pairs at most one worker idles. All schemes but the two exponential ones are symmetric.
+Invariants: rows and columns of every matrix sum to 1 and no entry is negative; a matrix depends on names
+only through their order; with pairs at most one worker idles. All schemes but the two exponential ones are
+symmetric.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 Scheme = Literal[
@@ -28,6 +31,8 @@ Scheme = Literal[
 ]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 RANDOM_SCHEMES: tuple[Scheme, ...] = ("one_peer", "two_peer")
+
+Seats = tuple[int, ...]
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ over the golden ratio, odd
@@ -44,7 +49,7 @@ class RoundKey:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One worker's row of W: θ' = own·z + Σ weights·(models of partners). Empty partners: it is alone this round."""
+    """One worker's row of W: θ' = own·z + Σ weights·(models of partners). No partners: alone this round."""
 
     worker: str
     own: float
@@ -90,12 +95,12 @@ def exponential_offsets(n: int) -> tuple[int, ...]:
     return tuple(2**k for k in range((n - 1).bit_length()))
 
 
-def heard_seats(scheme: Scheme, n: int, seat: int, round_: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the seats a seat hears from and the seats it is heard at, of n. Each of k has weight 1/(k + 1)."""
+def heard_seats(scheme: Scheme, n: int, seat: int, round_: int) -> tuple[Seats, Seats]:
+    """Return the seats of n that a seat hears and those that hear it. Each of k heard has weight 1/(k + 1)."""
     match scheme:
         case "one_peer":
             other = seat ^ 1
-            near = (other,) if other < n else ()
+            near: Seats = (other,) if other < n else ()
             return near, near
         case "two_peer" | "static_ring":
             near = tuple(sorted({(seat - 1) % n, (seat + 1) % n} - {seat}))
@@ -137,7 +142,7 @@ def seated_rows(
 
 
 def matrix(rows_: Sequence[Row]) -> list[list[float]]:
-    """Return W from the rows of all workers: entry [i][j] is the weight of j's model in i's, in the rows' order."""
+    """Return W from the rows of all workers, in their order: [i][j] is the weight of j's model in i's."""
     place = {row.worker: index for index, row in enumerate(rows_)}
     full = [[0.0] * len(rows_) for _ in rows_]
     for index, row in enumerate(rows_):
@@ -150,8 +155,8 @@ def matrix(rows_: Sequence[Row]) -> list[list[float]]:
 def view_digest(view: Sequence[str]) -> str:
     """Return 16 hexadecimal digits that two workers share when they see the same workers live.
 
-    BLAKE2b (RFC 7693) with 8 bytes of output, unkeyed, over the sorted names, each as UTF-8 after its length in
-    bytes as 4 bytes, big-endian.
+    BLAKE2b (RFC 7693), unkeyed, 8 bytes of output, over the sorted names, each as UTF-8 behind its length in
+    bytes (4 bytes, big-endian).
     """
     check_view(view)
     state = hashlib.blake2b(digest_size=8)
@@ -164,7 +169,7 @@ def view_digest(view: Sequence[str]) -> str:
 def check_view(view: Sequence[str]) -> None:
     """Assert that a view is sorted, without duplicates: the order decides who meets whom."""
     assert view, "a view holds at least the worker itself"
-    assert all(a < b for a, b in zip(view, view[1:], strict=False)), f"view is not sorted and unique: {view}"
+    assert all(a < b for a, b in pairwise(view)), f"view is not sorted and unique: {view}"
 
 
 def _row(

@@ -67,7 +67,7 @@ class Courier:
         self.channel = channel
         self.tape = tape
         self.host = Host(machine, self, tape, name=arguments.name)
-        self.compute = CourierCompute(channel, self.host.handle)
+        self.compute = CourierCompute(channel, self._happened)
         security = load(Path(arguments.tls), "client") if arguments.tls else None
         options = msgspec.json.decode(arguments.network, type=NetworkOptions)
         self.client = Client(
@@ -131,12 +131,21 @@ class Courier:
     def discard(self, payload: Any) -> None:
         pass
 
+    def _happened(self, event: m.Event) -> None:
+        self.host.handle(event)
+        self.tell_tick()  # before the trainer hears that the step is settled, where it waits for that
+
     def tell_tick(self) -> None:
         """Keep the trainer's view of the global step current."""
-        if self.machine.tick != self._told_tick:
-            self._told_tick = self.machine.tick
+        tick = self.machine.tick
+        if self.machine.options.overlap_steps == 0:
+            # Every step counts once, at a tick of its own: that one, whether or not it is closed yet. So the
+            # learning rate does not depend on when the news of a closed tick arrives.
+            tick += self.machine.lead.credit
+        if tick != self._told_tick:
+            self._told_tick = tick
             with contextlib.suppress(WorkerDied):
-                self.channel.send(frames.encode(frames.News(self._told_tick)))
+                self.channel.send(frames.encode(frames.News(tick)))
 
     # ---- life ----
 

@@ -1,12 +1,14 @@
 """A whole run on one machine: a syncer, M learners and an evaluator as processes, watched from here.
 
 The launcher's process owns no protocol: it starts the same programs that `archipel syncer` and `archipel learner`
-start, follows the syncer's tape for the view, kills whom a plan says, and sums the run up when the syncer has ended.
+start, follows the syncer's tape for the view, kills whom a plan says, starts a syncer that was killed again from its
+newest checkpoint, and sums the run up when the syncer has ended.
 """
 
-import json
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ import msgspec
 from .. import config as configuration
 from ..dashboard.collect import Series, longest_pause
 from ..dashboard.terminal import View
-from ..errors import ArchipelError, WorkerDied
+from ..errors import WorkerDied
 from ..protocol.ledger import FATES
 from ..protocol.messages import Tally
-from ..runtime.launch import Launcher, WorkerProgram, available_cores, threads_per_worker
+from ..runtime.launch import Exit, Launcher, WorkerProgram, available_cores, signal_name, threads_per_worker
+from ..tape.record import Record
 from ..tape.tape import TapeTail, read, workers
 from ..train.data import read_journal
 
@@ -49,9 +52,14 @@ class Fleet:
     init: str = ""
     quiet: bool = False
     series: Series = field(init=False)
+    losses: "Losses" = field(init=False)
+    address: str = ""  # of the syncer, once it listens
+    given_up: set[str] = field(default_factory=set)  # workers that crashed too often
+    revivals: int = 0  # of the syncer
 
     def __post_init__(self) -> None:
         self.series = Series(self.config.sync.quorum)
+        self.losses = Losses(self.out / "metrics.jsonl")
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the summary, which is also left in `summary.json`."""
@@ -60,10 +68,11 @@ class Fleet:
         (self.out / "config.toml").write_text(configuration.dump(self.config))
         with Launcher(self.out, self.config.launch) as launcher:
             launcher.install_signal_handlers()
-            address = self._start_syncer(launcher)
-            self._start_workers(launcher, address)
-            self._watch(launcher)
-            self._await_evaluator(launcher)
+            (self.out / "syncer.json").unlink(missing_ok=True)  # of the time before a resume
+            self._start_syncer(launcher, resume=self.resume)
+            self._start_workers(launcher, self.address)
+            if self._watch(launcher):
+                self._await_evaluator(launcher)
         summary = summarise(self.out, self.config, len([kill for kill in self.kills if kill.done]))
         summary["seconds"] = round(time.monotonic() - began, 3)
         _write_json(self.out / "summary.json", summary)
@@ -77,22 +86,26 @@ class Fleet:
             argv += ("--tls", self.tls)
         return WorkerProgram(name, argv, restart=restart, threads=threads)
 
-    def _start_syncer(self, launcher: Launcher) -> str:
+    def _start_syncer(self, launcher: Launcher, *, resume: bool) -> None:
+        """Start a syncer, where it was before if it was, and return when it listens."""
         address_file = self.out / "address"
         address_file.unlink(missing_ok=True)
-        command = ["syncer", str(self.out / "config.toml"), "--listen", "127.0.0.1:0"]
+        command = ["syncer", str(self.out / "config.toml"), "--listen", self.address or "127.0.0.1:0"]
         command += ["--address-file", str(address_file)]
-        command += ["--resume"] if self.resume else []
-        command += ["--init", self.init] if self.init else []
+        command += ["--resume"] if resume else []
+        command += ["--init", str(Path(self.init).resolve())] if self.init else []
         launcher.start(self._program("syncer", command, restart=False))
         deadline = time.monotonic() + START_S_MAX
         while not address_file.exists():
-            for ended in launcher.poll():
-                raise WorkerDied(f"the syncer did not start (exit {ended.code}):\n{ended.log_tail}")
+            if "syncer" not in launcher.running and (ended := _exit_of("syncer", launcher.poll())):
+                raise WorkerDied(f"the syncer did not start ({_how(ended)}):\n{ended.log_tail}")
+            if launcher.stop_requests:
+                raise KeyboardInterrupt
             if time.monotonic() > deadline:
-                raise WorkerDied(f"the syncer did not listen within {START_S_MAX:.0f} s: see {self.out}/logs/syncer.log")
+                log = launcher.log_path("syncer")
+                raise WorkerDied(f"the syncer did not listen within {START_S_MAX:.0f} s: see {log}")
             time.sleep(POLL_S)
-        return address_file.read_text()
+        self.address = address_file.read_text()
 
     def _start_workers(self, launcher: Launcher, address: str) -> None:
         learners = self.config.sync.learners
@@ -106,32 +119,58 @@ class Fleet:
 
     # ---- watching ----
 
-    def _watch(self, launcher: Launcher) -> None:
+    def _watch(self, launcher: Launcher) -> bool:
+        """Follow the run until its syncer has ended; return whether it reached the run's end."""
+        tape = self._syncer_tape()
+        with View(self.series) as view:
+            while True:
+                died = self._look(launcher, tape, view)
+                if launcher.stop_requests or self._hopeless():
+                    self._stop(launcher)
+                    self._look(launcher, tape, view)
+                    return False
+                if "syncer" not in launcher.running:
+                    self.series.take_all(tape.poll())
+                    if died is None or not self._revive(launcher, died):
+                        return died is not None and died.clean
+                    tape = self._syncer_tape()
+                time.sleep(POLL_S)
+
+    def _syncer_tape(self) -> TapeTail:
         tape = TapeTail(next(file.path for file in workers(self.out)[::-1] if file.worker == "syncer"))
         if tape.header is not None:
             self.series.mirror(tape.header)
-        with View(self.series) as view:
-            while "syncer" in launcher.running:
-                self._look(launcher, tape, view)
-                time.sleep(POLL_S)
-                if launcher.stop_requests:
-                    self._stop(launcher)
-                    break
-            self._look(launcher, tape, view)
+        return tape
 
-    def _look(self, launcher: Launcher, tape: TapeTail, view: View) -> None:
+    def _look(self, launcher: Launcher, tape: TapeTail, view: View) -> Exit | None:
+        """Take in what happened since the last look; return the syncer's end, if it ended."""
         self.series.take_all(tape.poll())
-        for ended in launcher.poll():
+        exits = launcher.poll()
+        for ended in exits:
+            if ended.crash_looping:
+                self.given_up.add(ended.name)
             if ended.crash_looping or (ended.name == "syncer" and not ended.clean):
-                print(f"{ended.name} ended (exit {ended.code}):\n{ended.log_tail}", file=sys.stderr)
+                print(f"{ended.name} ended ({_how(ended)}):\n{ended.log_tail}", file=sys.stderr)
         for kill in self.kills:
             if not kill.done and self.series.tick >= kill.tick:
                 kill.done = launcher.kill(kill.worker)
-        losses = validation_losses(self.out)
-        if losses:
-            self.series.val_loss_first, self.series.val_loss = losses[0], losses[-1]
+        self.losses.poll()
+        self.series.val_loss_first, self.series.val_loss = self.losses.first, self.losses.last
         if not self.quiet:
             view.update(time.monotonic())
+        return _exit_of("syncer", exits)
+
+    def _hopeless(self) -> bool:
+        """Whether every learner crashed too often: nobody would ever train again."""
+        return {f"learner-{number}" for number in range(self.config.sync.learners)} <= self.given_up
+
+    def _revive(self, launcher: Launcher, ended: Exit) -> bool:
+        """Start a syncer that was killed again, from its newest checkpoint; its learners train meanwhile."""
+        if ended.signal is None or self.revivals >= self.config.launch.restarts_max:
+            return False
+        self.revivals += 1
+        self._start_syncer(launcher, resume=True)
+        return True
 
     def _stop(self, launcher: Launcher) -> None:
         """Learners say goodbye first, so that the syncer's last checkpoint knows what they consumed."""
@@ -150,35 +189,62 @@ class Fleet:
             time.sleep(POLL_S)
 
 
-def validation_losses(out: Path) -> list[float]:
-    """Return the validation losses of a run so far, in order."""
-    path = out / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = (json.loads(line) for line in path.read_text().splitlines() if '"kind":"validation"' in line)
-    return [line["loss"] for line in lines]
+def _exit_of(name: str, exits: list[Exit]) -> Exit | None:
+    return next((ended for ended in exits if ended.name == name), None)
+
+
+def _how(ended: Exit) -> str:
+    return f"exit {ended.code}" if ended.signal is None else signal_name(ended.signal)
+
+
+class Losses:
+    """The first and the newest validation loss of a run, read from its metrics as they grow."""
+
+    def __init__(self, path: Path) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self._path = path
+        self._read = 0  # bytes taken in, up to the end of a line
+
+    def poll(self) -> None:
+        """Take in the lines that came since the last call."""
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            if b'"kind":"validation"' in line:
+                with contextlib.suppress(msgspec.DecodeError):  # torn by a machine that lost power
+                    self._take(msgspec.json.decode(line))
+
+    def _take(self, line: dict[str, Any]) -> None:
+        self.last = line["loss"]
+        self.first = self.last if self.first is None else self.first
 
 
 def summarise(out: Path, config: configuration.Config, kills: int) -> dict[str, Any]:
     """Return a finished run's figures, from what its processes left behind."""
     facts = _read_facts(out)
-    records = [record for file in workers(out) if file.worker == "syncer" for record in read(file.path)]
-    pause = longest_pause(records, config.sync.quorum)
+    pause = longest_pause(_records(out), config.sync.quorum)
     windows = [
         action.window_s
-        for record in records
+        for record in _records(out)
         if pause.at_s <= record.t <= pause.at_s + pause.longest_pause_s
         for action in record.actions
         if isinstance(action, Tally)
     ]
-    losses = validation_losses(out)
+    losses = Losses(out / "metrics.jsonl")
+    losses.poll()
     tokens = facts.get("tokens", {})
     consumed = consumed_by_data(out, facts, config.sync.fragments)
     return {
         "complete": facts.get("complete", False),
         "rounds": facts.get("rounds", pause.rounds),
-        "val_loss_first": losses[0] if losses else None,
-        "val_loss_last": losses[-1] if losses else None,
+        "val_loss_first": losses.first,
+        "val_loss_last": losses.last,
         "learners": config.sync.learners,
         "kills": kills,
         "longest_pause_s": round(pause.longest_pause_s, 4),
@@ -193,11 +259,17 @@ def summarise(out: Path, config: configuration.Config, kills: int) -> dict[str, 
     }
 
 
+def _records(out: Path) -> Iterator[Record]:
+    """Yield what the run's syncers recorded."""
+    return (record for file in workers(out) if file.worker == "syncer" for record in read(file.path))
+
+
 def _read_facts(out: Path) -> dict[str, Any]:
     path = out / "syncer.json"
     if not path.exists():
-        raise ArchipelError(f"the syncer left no result: see {out}/logs/syncer.log")
-    return json.loads(path.read_text())
+        raise WorkerDied(f"the syncer left no result: see {out}/logs/syncer.log; --resume goes on from its checkpoint")
+    facts: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+    return facts
 
 
 def consumed_by_data(out: Path, facts: dict[str, Any], fragments: int) -> int:
@@ -212,9 +284,19 @@ def consumed_by_data(out: Path, facts: dict[str, Any], fragments: int) -> int:
         drawn += entry.position
         unseen = entry.position - facts.get("positions", {}).get(path.stem, 0)
         if unseen > 0 and path.stem in tokens.get("tail_unknown", {}):
-            tokens["lost"] += unseen * fragments
-            tokens["tail_unknown"].pop(path.stem)
+            _add_lost(tokens, path.stem, unseen)
     return drawn * fragments
+
+
+def _add_lost(tokens: dict[str, Any], worker: str, tail: int) -> None:
+    """A dead learner drew `tail` tokens after its last report: they are lost, on every fragment."""
+    tokens["tail_unknown"].pop(worker)
+    for row in tokens["per_fragment"]:
+        row["lost"] += tail
+    share = tail * len(tokens["per_fragment"])
+    tokens["lost"] += share
+    tokens["per_learner"][worker]["lost"] += share
+    tokens["per_learner"][worker]["consumed"] += share
 
 
 def closes(summary: dict[str, Any]) -> bool:

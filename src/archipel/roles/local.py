@@ -1,7 +1,8 @@
 """All workers in one process: compute ports with tensors, for the simulator and for replay.
 
-The same model, data, codecs and merges as in a live run, without processes, shared memory or sockets. A learner's port
-takes the tick its learning rate follows from whoever drives it: the engine's virtual clock, or the tape.
+The same model, data, codecs and merges as in a live run, without processes, shared memory or sockets. A
+learner's port takes the tick its learning rate follows from whoever drives it: the engine's virtual clock, or
+the tape.
 """
 
 import time
@@ -90,7 +91,9 @@ class LocalLearner:
     def apply(self, fragment: int, version: int, payload: Any) -> None:
         """Write an update over a fragment."""
         sync = self._config.sync
-        weights = codec.decode(sync.update_codec, payload, self._parameters.numels[fragment], sync.codec_block)
+        weights = codec.decode(
+            sync.update_codec, payload, self._parameters.numels[fragment], sync.codec_block
+        )
         self._parameters.write(fragment, weights)
         round_as_held(fragment, weights, self._rounded)
         self._bases[fragment] = weights
@@ -140,7 +143,8 @@ class LocalSyncer:
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """What `archipel replay` reports. `first_difference`: the first merge whose weights came out otherwise."""
+    """What `archipel replay` reports. `first_difference`: the first merge whose weights came out
+    otherwise."""
 
     equal: bool
     digest: str
@@ -154,9 +158,14 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 def replay(
-    run_dir: Path, overrides: list[str], *, progress: Callable[[int], None] | None = None, evaluated: bool = False
+    run_dir: Path,
+    overrides: list[str],
+    *,
+    progress: Callable[[int], None] | None = None,
+    evaluated: bool = False,
 ) -> Replayed:
-    """Carry out a run's recorded decisions with real tensors; with overrides, an ablation under the same storm."""
+    """Carry out a run's recorded decisions with real tensors; with overrides, an ablation under the same
+    storm."""
     began = time.monotonic()
     header = _syncer_header(run_dir)
     config = _config_of(header, overrides)
@@ -186,8 +195,8 @@ def _syncer_header(run_dir: Path) -> Header:
     tapes = [file for file in workers(run_dir) if file.worker == m.SYNCER]
     if len(tapes) != 1:
         raise TapeError(
-            f"{run_dir} has {len(tapes)} syncer tapes: a run can be followed from its beginning, in one piece; "
-            "`--verify-only` works on any"
+            f"{run_dir} has {len(tapes)} syncer tapes: a run can be followed from its beginning, in one "
+            "piece; `--verify-only` works on any"
         )
     tape = read(tapes[0].path)
     next(iter(tape), None)

@@ -27,7 +27,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from archipel.errors import ConfigError
+from ..errors import ConfigError
 
 Method = Literal["dp", "diloco", "streaming", "decoupled"]
 UTILISATIONS = (0.50, 0.75, 0.90, 0.95, 0.99)

@@ -12,7 +12,7 @@ from itertools import product
 
 from msgspec.structs import asdict, replace
 
-from archipel.sim.hardware import HardwareOptions
+from .hardware import HardwareOptions
 
 TABLE1_CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 TABLE1_ROWS = ("M=1 none", "M=1 elastic", "M=2", "M=4", "M=8", "M=16")

@@ -1,15 +1,16 @@
 """A host in virtual time: the machines of a whole run, driven by one heap of events.
 
-The machines are those that run live (DESIGN.md, section 1); this host supplies a virtual network and clock, and asks a
-compute port for steps, copies and merges. The port of this module knows costs only; one that holds tensors fits the
-same place (`ComputePort`), and then the run trains.
+The machines are those that run live (DESIGN.md, section 1); this host supplies a virtual network and clock,
+and asks a compute port for steps, copies and merges. The port of this module knows costs only; one that holds
+tensors fits the same place (`ComputePort`), and then the run trains.
 
-At the end of a learner's step, in this order: the port steps and copies, `StepCompleted` is handled, the updates that
-wait are applied (`Applied`), then the next step starts unless it holds or stops. A learner that is not stepping applies
-at once.
+At the end of a learner's step, in this order: the port steps and copies, `StepCompleted` is handled, the
+updates that wait are applied (`Applied`), then the next step starts unless it holds or stops. A learner that
+is not stepping applies at once.
 
-Invariants: a run is a function of its options and faults: events at one instant are handled in the order they were
-asked for; `now` never decreases; a machine has one alarm; the newest `Apply` of a fragment replaces one that waits.
+Invariants: a run is a function of its options and faults: events at one instant are handled in the order they
+were asked for; `now` never decreases; a machine has one alarm; the newest `Apply` of a fragment replaces one
+that waits.
 """
 
 import heapq
@@ -52,7 +53,7 @@ class ComputePort(m.Compute, Protocol):
     """`messages.Compute`, and the step. Results are said to the `Said` it was made with, during the call."""
 
     def step(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Take inner step `number` and copy the fragments asked for; return its tokens and what was copied."""
+        """Take inner step `number`, copy the fragments asked for; return its tokens and what was copied."""
         ...
 
 
@@ -125,6 +126,11 @@ class Host:
     pending: dict[int, tuple[int, Any]] = field(default_factory=dict)
     # A syncer's compute works one thing after the other:
     busy_until: float = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs (or is frozen)."""
+        return self.life > 0 and self.finished is None
 
 
 class Engine:
@@ -216,7 +222,7 @@ class Engine:
 
     def _alive(self, name: str) -> bool:
         host = self.hosts.get(name)
-        return host is not None and host.life > 0 and host.finished is None
+        return host is not None and host.alive
 
     # ---- faults ----
 
@@ -263,7 +269,7 @@ class Engine:
     # ---- running ----
 
     def run(self, until: float = NEVER, events: int = 10**9) -> "Engine":
-        """Handle events until this time, this many, or until the syncer has finished and no fault is to come."""
+        """Handle events until this time, this many, or until the syncer has finished and no fault comes."""
         heap, pop = self._heap, heapq.heappop
         last = self.handled + events
         while heap and heap[0][0] <= until and self.handled < last:
@@ -276,7 +282,7 @@ class Engine:
         return self
 
     def finish(self, horizon_s: float = 1e6) -> m.Finish:
-        """Run to the end and let the learners end, too; return what the syncer said. Fails beyond the horizon."""
+        """Run until the syncer has finished; return what it said. Fails beyond the horizon."""
         self.run(until=horizon_s)
         finished = self.hosts[m.SYNCER].finished
         assert finished is not None, f"no end by {horizon_s} s: tick {self.syncer.tick} of {self.sync.steps}"
@@ -298,7 +304,7 @@ class Engine:
 
     def _handle(self, host: Host, event: m.Event, payload: Any) -> None:
         """Let a machine decide, record it, then carry out what it decided."""
-        if host.life == 0 or host.finished is not None:
+        if not host.alive:
             return
         if host.frozen:
             host.backlog.append((event, payload))
@@ -341,7 +347,8 @@ class Engine:
     def _act_rarely(self, host: Host, action: m.Action) -> None:
         match action:
             case m.Prepare(settings=settings, shard=shard, position=position):
-                self._work(host, self.learners[host.name].prepare_s, host.port.prepare, settings, shard, position)
+                cost_s = self.learners[host.name].prepare_s
+                self._work(host, cost_s, host.port.prepare, settings, shard, position)
             case m.Stop(reason=reason):
                 host.stopping = reason
                 if not host.stepping:
@@ -372,7 +379,7 @@ class Engine:
     def _begin(self, host: Host) -> None:
         if host.stepping or not host.allowed or host.paused or host.frozen or host.stopping is not None:
             return
-        if self.roles[host.name] == "observer":
+        if not host.alive or self.roles[host.name] == "observer":
             return
         host.stepping = True
         self._end_in(host, self._step_s(host))
@@ -390,7 +397,7 @@ class Engine:
 
     def _boundary(self, host: Host, run: int) -> None:
         """A step is over."""
-        if run != host.run or host.life == 0 or host.paused or host.frozen:
+        if run != host.run or not host.alive or host.paused or host.frozen:
             return
         host.stepping, host.left_s = False, 0.0
         host.steps += 1

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 import numpy as np
 from msgspec import Struct, to_builtins
 
-from archipel.errors import ConfigError
-from archipel.sim import baselines
-from archipel.sim.hardware import (
+from ..errors import ConfigError
+from . import baselines
+from .hardware import (
     STREAM_FAILURES,
     STREAM_HITS,
     STREAM_RETURNS,

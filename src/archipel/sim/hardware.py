@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 from msgspec import Struct
 
-from archipel.errors import ConfigError
+from ..errors import ConfigError
 
 YEAR_S = 365.25 * 86400.0
 

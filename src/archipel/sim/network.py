@@ -1,11 +1,11 @@
 """The virtual network: what a message costs on its way, and when a broken channel is noticed.
 
-Every learner has one channel to the syncer. Each direction has a lane for control messages and a lane for payloads,
-both first in, first out; they do not wait for each other (runtime.transport has two streams for the same reason). A
-payload takes `bytes / bytes_per_s` on its lane, one after the other, plus the latency.
+Every learner has one channel to the syncer. Each direction has a lane for control messages and a lane for
+payloads, both first in, first out; they do not wait for each other (runtime.transport has two streams for the
+same reason). A payload takes `bytes / bytes_per_s` on its lane, one after the other, plus the latency.
 
-Invariants: nothing overtakes within a lane; what is on its way when a channel is lost is lost; a cut that heals before
-anybody noticed only delays what was sent meanwhile.
+Invariants: nothing overtakes within a lane; what is on its way when a channel is lost is lost; a cut that
+heals before anybody noticed only delays what was sent meanwhile.
 """
 
 from dataclasses import dataclass, field

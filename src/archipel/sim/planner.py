@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
 
-from archipel.errors import ConfigError
-from archipel.protocol.schedule import CodecName
-from archipel.sim import baselines, goodput
-from archipel.sim.bandwidth import Exchange, needed_gbit_s, utilisation
-from archipel.sim.hardware import HardwareOptions, slices_per_learner
+from ..errors import ConfigError
+from ..protocol.schedule import CodecName
+from . import baselines, goodput
+from .bandwidth import Exchange, needed_gbit_s, utilisation
+from .hardware import HardwareOptions, slices_per_learner
 
 _DEFAULT = HardwareOptions()
 FRAGMENTS = 24  # P: the paper's

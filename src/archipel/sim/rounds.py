@@ -1,8 +1,8 @@
 """How long a gossip round takes when one link is slow: a max-plus model, and the rule that adapts H_i.
 
-Time is in local steps. A model takes c steps over a full link (S/(b·t_c) = c) and c/r over one with a fraction r of
-the bandwidth, in each direction. A worker with k peers sends k models a round. The pairs are those of
-`protocol.topology`, so that delays spread through the same random graph as in a run.
+Time is in local steps. A model takes c steps over a full link (S/(b·t_c) = c) and c/r over one with a
+fraction r of the bandwidth, in each direction. A worker with k peers sends k models a round. The pairs are
+those of `protocol.topology`, so that delays spread through the same random graph as in a run.
 
     ready    = start + H_i                     the local steps are done
     left     = ready + k·c/r_i                 its models have left over its own link
@@ -10,10 +10,10 @@ the bandwidth, in each direction. A worker with k peers sends k models a round. 
     start'   = max(left, arrival of the models it still owes)      the same, for the end with the narrow link
     start'   = max(ready of both) + k·c/min(r)                     exchange that blocks
 
-The narrow end is not held up by what its own downlink delays: it goes on when its uplink is free, and mixes the late
-model in one round later (delta form: `numerics.mixing`); more than one round late it does not get. The wide end
-never waits for its own outgoing message. GASLoC's summary promises that fewer local steps at the slow end make up
-for the link; the rule H_s and this model are ours (gossip specification, section 3).
+The narrow end is not held up by what its own downlink delays: it goes on when its uplink is free, and mixes
+the late model in one round later (delta form: `numerics.mixing`); more than one round late it does not get.
+The wide end never waits for its own outgoing message. GASLoC's summary promises that fewer local steps at
+the slow end make up for the link; the rule H_s and this model are ours (gossip specification, section 3).
 """
 
 import math
@@ -50,7 +50,7 @@ class Progress:
 
 
 def adapted_steps(interval_steps: int, peers: int, transfer_steps: float, fraction: float) -> int:
-    """Return H_s = floor(H − k·c·(1/r − 1)), at least 1: the local steps with which a slow link keeps the pace.
+    """Return H_s = floor(H − k·c·(1/r − 1)), at least 1: with so many local steps a slow link keeps pace.
 
     >>> adapted_steps(30, 1, 3.0, 0.1)
     3
@@ -58,9 +58,7 @@ def adapted_steps(interval_steps: int, peers: int, transfer_steps: float, fracti
     if not 0 < fraction <= 1:
         raise ConfigError(f"bandwidth fraction {fraction} is outside (0, 1]; the fastest link has 1")
     exact = interval_steps - peers * transfer_steps * (1 / fraction - 1)
-    return max(
-        1, math.floor(exact + 1e-9)
-    )  # 1/0.3 − 1 and its like fall a rounding error short of a whole step
+    return max(1, math.floor(exact + 1e-9))  # 1/r may fall a rounding error short
 
 
 def one_straggler(transfer_steps: float, fraction: float, *, adapted: bool, peers: int = 1) -> Islands:
@@ -71,7 +69,7 @@ def one_straggler(transfer_steps: float, fraction: float, *, adapted: bool, peer
 
 
 def diloco_round(islands: Islands) -> float:
-    """Return a round's length with a ring all-reduce: everybody waits for everybody, 2(n−1)/n models a link."""
+    """Return a round's length with a ring all-reduce: all wait for all, 2(n−1)/n models on each link."""
     n = len(islands.steps)
     return max(islands.steps) + 2 * (n - 1) / n * islands.transfer_steps / min(islands.bandwidth)
 
@@ -133,7 +131,7 @@ def _step(islands: Islands, now: Progress, partners: Sequence[Sequence[int]]) ->
 
 
 def _blocking(islands: Islands, now: Progress, partners: Sequence[Sequence[int]]) -> Progress:
-    """Return the progress after a round in which all who meet wait until every transfer between them is done."""
+    """Return the progress after a round in which all who meet wait for every transfer between them."""
     ready = [start + steps for start, steps in zip(now.start, islands.steps, strict=True)]
     after = Progress(ready.copy(), now.downlink_free, now.owed)
     for i, met in enumerate(partners):
@@ -145,7 +143,7 @@ def _blocking(islands: Islands, now: Progress, partners: Sequence[Sequence[int]]
 
 
 def gasloc_rounds(*, rounds: int = 400, seed: int = 0) -> dict[str, list[dict[str, float]]]:
-    """Return the specification's table of round times, in local steps: n = 16, H = 30, one straggler, 1-peer."""
+    """Return the specification's table of round times, in local steps: 16 workers, H = 30, one straggler."""
     return {"rows": [_table_row(c, r, rounds, seed) for c, r in CASES]}
 
 

@@ -1,11 +1,12 @@
 """Watches a run and fails at the first thing that must never happen, whatever the faults.
 
-Give `Witness(options).record` to a host's `on_record`. It knows only what machines were told and decided, so it holds
-for a virtual run, a live one and a tape alike.
+Give `Witness(options).record` to a host's `on_record`. It knows only what machines were told and decided, so
+it holds for a virtual run, a live one and a tape alike.
 
-Checked: time never runs backwards; ticks and versions grow one by one; a tick counts a quorum of distinct learners; one
-round per fragment and no more in flight than the overlap allows; what is folded was asked for, once; no more pushes
-under way than allowed; no report before a full model; an alarm is never set into the past; waiting ends with a word.
+Checked: time never runs backwards; ticks and versions grow one by one; a tick counts a quorum of distinct
+learners; one round per fragment and no more in flight than the overlap allows; what is folded was asked for,
+once; no more pushes under way than allowed; no report before a full model; an alarm is never set into the
+past; waiting ends with a word.
 """
 
 from dataclasses import dataclass, field
@@ -144,9 +145,9 @@ class Witness:
     def _view(self, worker: str, actions: list[m.Action]) -> LearnerView:
         view = self.learners.setdefault(worker, LearnerView())
         for action in actions:
-            if isinstance(action, m.Send) and isinstance(action.message, m.Join):
-                if action.message.incarnation != view.incarnation:
-                    view = self.learners[worker] = LearnerView(incarnation=action.message.incarnation)
+            join = action.message if isinstance(action, m.Send) else None
+            if isinstance(join, m.Join) and join.incarnation != view.incarnation:
+                view = self.learners[worker] = LearnerView(incarnation=join.incarnation)
         return view
 
     def _learner(self, view: LearnerView, event: m.Event, actions: list[m.Action]) -> None:

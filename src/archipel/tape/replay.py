@@ -1,11 +1,13 @@
 """Two replays of a tape: `verify` guards the protocol, `follow` the mathematics (appendix E.1).
 
-`verify` gives a fresh machine the recorded events and demands the recorded actions: same events, same decisions. It
-needs nothing but the tape, of a live run or a simulated one. `follow` gives compute ports the recorded decisions, in an
-order that respects cause and effect: who stepped, what was copied, folded (in which order, with which weight), merged
-and applied when. Whatever the hardware does, the weights come out as they did.
+`verify` gives a fresh machine the recorded events and demands the recorded actions: same events, same
+decisions. It needs nothing but the tape, of a live run or a simulated one. `follow` gives compute ports the
+recorded decisions, in an order that respects cause and effect: who stepped, what was copied, folded (in which
+order, with which weight), merged and applied when. Whatever the hardware does, the weights come out as they
+did.
 
-Invariants: neither reads a clock; a divergence is reported once, at the first record where it shows, with both versions.
+Invariants: neither reads a clock; a divergence is reported once, at the first record where it shows, with
+both versions.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -227,15 +229,15 @@ class Follower:
                 done, _ = port.step(step, tick)
                 if done != tokens:
                     raise TapeError(
-                        f"record {record.i} of {worker}: step {step} had {tokens} tokens, here it has {done}: "
-                        "data.batch or the data differ from the recorded run's"
+                        f"record {record.i} of {worker}: step {step} had {tokens} tokens, here it has "
+                        f"{done}: data.batch or the data differ from the recorded run's"
                     )
             case m.Applied(fragment=fragment, version=version):
                 payload = self._updates.get((fragment, version))
                 if payload is None:
                     raise TapeError(
-                        f"record {record.i} of {worker}: version {version} of fragment {fragment} landed, but "
-                        "no tape shows it being sent; are all tapes of the run here?"
+                        f"record {record.i} of {worker}: version {version} of fragment {fragment} landed, "
+                        "but no tape shows it being sent; are all tapes of the run here?"
                     )
                 self._learners[worker].apply(fragment, version, payload)
 

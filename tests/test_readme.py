@@ -1,0 +1,66 @@
+"""What README and guide tell people to type exists, and the files they point to are there."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+
+
+def commands() -> list[str]:
+    """Return every `archipel …` command line in the code blocks, comments cut off."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```\n(.*?)```", page.read_text(), re.S):
+            for line in block.splitlines():
+                for part in line.split("#")[0].split("  |  "):
+                    if part.strip().startswith("archipel "):
+                        found.append(" ".join(part.split()))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_options_in_the_documents_exist(command: str) -> None:
+    from archipel.cli import parser
+
+    parser().parse_args(shlex.split(command)[1:])
+
+
+def test_files_the_documents_name_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for command in commands():
+        for word in shlex.split(command):
+            if word.endswith(".toml"):
+                assert (ROOT / word).exists(), command
+
+
+def test_make_targets_the_readme_names_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_options_the_guide_lists_exist() -> None:
+    from archipel.config import Config
+
+    config = Config()
+    for section, key in re.findall(
+        r"`(sync|data|optimizer|run)\.(\w+)\b(?!\()", (ROOT / "docs" / "guide.md").read_text()
+    ):
+        assert hasattr(getattr(config, section), key), f"{section}.{key}"
+
+
+def test_help_of_every_command_is_quick_and_without_torch() -> None:
+    code = "import sys; sys.argv = ['archipel', '--help']\nfrom archipel.cli import main\ntry: main()\n"
+    code += "except SystemExit: sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+    )
