@@ -41,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     _add_learner(commands)
     _add_evaluator(commands)
     _add_data(commands)
+    _add_simulate(commands)
+    _add_plan(commands)
     _add_replay(commands)
     _add_tape(commands)
     _add_certs(commands)
@@ -286,6 +288,50 @@ def _tape(options: argparse.Namespace) -> int:
     from .dashboard.terminal import summary
 
     print(summary(options.run, options.rounds))
+    return 0
+
+
+# ---- what if ----
+
+
+def _add_simulate(commands: Any) -> None:
+    parser = _command(commands, "simulate", _simulate, "run the protocol or a fleet in virtual time")
+    parser.add_argument("--paper", choices=["table1"], help="a table of the papers, from this simulator")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from .sim.goodput import table1
+
+    if options.paper is None:
+        raise ArchipelError("simulate: say which table with --paper")
+    _report(table1(options.seed), options.json)
+    return 0
+
+
+def _add_plan(commands: Any) -> None:
+    parser = _command(commands, "plan", _plan, "recommend M, K, P, H, overlap and bits for a cluster and its links")
+    parser.add_argument("config", nargs="?", default=None, help="TOML file with a [plan] section")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="plan.KEY=VALUE")
+    parser.add_argument("--paper", choices=["table13"], help="the paper's bandwidth table, from this model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from . import config
+    from .sim import bandwidth, planner
+
+    if options.paper:
+        _report(bandwidth.table13(), options.json)
+        return 0
+    section = config.section(options.config, "plan", planner.PlanOptions, options.overrides)
+    plan = planner.plan(section, options.seed)
+    if options.json:
+        _report(planner.as_dict(plan), True)
+    else:
+        print(planner.render(plan))
     return 0
 
 

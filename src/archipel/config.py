@@ -6,7 +6,7 @@ warnings that no single class can give, are here.
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +20,9 @@ from .train.options import DataOptions, EvaluateOptions, ModelOptions, Optimizer
 
 MOMENTUM_ROUNDS = 100  # rounds per fragment below which a high outer momentum overshoots (spec, section 1)
 MOMENTUM_SHORT = 0.7
+
+
+T = TypeVar("T")
 
 
 class RunOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,17 +52,19 @@ def load(path: str | Path | None, overrides: list[str] | None = None) -> Config:
 
     Raises ConfigError that names the option, its value and the rule it breaks.
     """
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = tomllib.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; give the path of a run's TOML file") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not TOML: {error}") from None
+    tree = {} if path is None else _read(path)
     for text in overrides or []:
         override(tree, text)
     return from_tree(tree)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the path of a run's TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -76,6 +81,17 @@ def from_tree(tree: dict[str, Any]) -> Config:
 def from_settings(settings: dict[str, Any]) -> Config:
     """Return the configuration that a syncer's settings stand for; what is not ours to know is passed over."""
     return from_tree({key: value for key, value in settings.items() if key in Config.__struct_fields__})
+
+
+def section(path: str | Path | None, name: str, kind: type[T], overrides: list[str]) -> T:
+    """Return the options of one section of a TOML file, with overrides applied, or its defaults without a file."""
+    tree = _read(path) if path is not None else {}
+    for text in overrides:
+        override(tree, text)
+    try:
+        return msgspec.convert(tree.get(name, {}), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"[{name}] {error}") from None
 
 
 def override(tree: dict[str, Any], text: str) -> None:

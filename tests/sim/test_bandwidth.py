@@ -19,28 +19,26 @@ def paper_cells() -> list[tuple[float, int, str, int, float]]:
     ]
 
 
+def table_rows() -> dict[tuple[float, int, str], list[float]]:
+    """Return the model's table by (step_s, sites, method)."""
+    rows = bandwidth.table13()["rows"]
+    return {(row["step_s"], row["sites"], row["method"]): row["gbit_s"] for row in rows}
+
+
 def test_every_cell_of_the_table_is_within_15_percent() -> None:
-    rows = {
-        (row["step_s"], row["sites"], row["method"]): row["gbit_s"] for row in bandwidth.table13()["rows"]
-    }
+    rows = table_rows()
     checked = 0
     for step_s, sites, method, column, printed in paper_cells():
         if method == "dp" and column == 4:
             continue  # data parallel at 99 %: shown, not claimed
-        assert rows[step_s, sites, method][column] == pytest.approx(printed, rel=0.15), (
-            step_s,
-            sites,
-            method,
-        )
+        assert rows[step_s, sites, method][column] == pytest.approx(printed, rel=0.15)
         checked += 1
     assert checked == 46
     assert len(rows) == 12
 
 
 def test_int4_needs_a_quarter_of_16_bits() -> None:
-    rows = {
-        (row["step_s"], row["sites"], row["method"]): row["gbit_s"] for row in bandwidth.table13()["rows"]
-    }
+    rows = table_rows()
     for step_s, sites in ((1, 2), (1, 8), (5, 2), (5, 8)):
         full, quarter = rows[step_s, sites, "decoupled"], rows[step_s, sites, "decoupled-int4"]
         assert quarter == pytest.approx([value / 4 for value in full], rel=0.01)

@@ -143,6 +143,19 @@ def test_waiting_for_repair_costs_more_than_going_on_without_the_slice() -> None
     assert rigid.goodput == pytest.approx(rigid.uptime)
 
 
+def test_repair_of_several_slices_takes_as_long_as_the_slowest() -> None:
+    def mean_stop_s(failures_per_step: float) -> float:
+        options = HardwareOptions(
+            chips=100, learners=1, slice_chips=1, mtbi_s=100 / failures_per_step, elastic=False
+        )
+        learner = goodput.simulate(options, 0, 200_000.0).learners[0]
+        return 200_000.0 * (1 - learner.uptime) / learner.stops
+
+    # A stop of about 74 s for one slice; of two or three the slowest takes visibly longer than the mean.
+    assert mean_stop_s(0.01) == pytest.approx(74, abs=2)
+    assert mean_stop_s(2.0) > 85
+
+
 def test_failures_during_stops_lower_goodput() -> None:
     assert (
         goodput.simulate(replace(BUSY, fails_while_stopped=True), 0).goodput

@@ -116,11 +116,10 @@ def settle(made: Offer, mixed: Tensor) -> tuple[Tensor, Tensor]:
 def late_factors(form: Form, momentum: float, *, rounds: int = 0) -> tuple[float, float]:
     """Return what to multiply a late `change` by: for the worker's weights, and for what it remembers.
 
-    rounds: how many rounds have been settled since the one the change belongs to; 0: the one after it is
-    under way. Anchor and weights move together, so that the drift of the round under way stays. The partner
-    applied the opposite change in time; afterwards the mean over workers is what it would be had both been in
-    time, for the factors follow the momentum's own recursion s_{k+1} = s_k + γ(s_k − s_{k−1}): s_k = 1 + γ +
-    … + γᵏ.
+    rounds: how many were settled since the one the change belongs to; 0: the one after it is under way.
+    Anchor and weights move together, so that the drift of the round under way stays. The partner applied
+    the opposite change in time; afterwards the mean over workers is what it would be had both been in time,
+    for the factors follow the momentum's own recursion s_{k+1} = s_k + γ(s_k − s_{k−1}), s_0 = 1.
     """
     assert rounds >= 0, rounds
     match form:

@@ -136,11 +136,10 @@ def second_moments(form: Form, gamma: float, lam: float, q: float) -> Matrix:
 
 
 def spread(form: Form, peers: Graph, gamma: float, *, alpha: float = 1.0, n: float = math.inf) -> float:
-    """Return E|x|² in the long run if every round adds an independent drift, E|ηg|² = 1, to y; inf if
-    unstable.
+    """Return E|x|² in the long run if every round adds an independent drift, E|ηg|² = 1.
 
-    For the random graphs and every form but drift. Drift and x are less their means over workers; x is what a
-    worker starts a round with, in form postmix its mixed model u.
+    inf if unstable. For the random graphs and every form but drift. Drift and x are less their means over
+    workers; x is what a worker starts a round with, in form postmix its mixed model u.
     """
     assert form != "drift", "drift remembers drifts, not models: another recursion"
     if growth(form, peers, gamma, alpha=alpha, n=n) >= 1:

@@ -29,6 +29,11 @@ class Stretch(NamedTuple):
     start: int
     end: int
 
+    @property
+    def tokens(self) -> int:
+        """How many it carries."""
+        return self.end - self.start
+
 
 class Line(Struct):
     """One learner, one fragment. `settled`: the point up to which updates have landed.
@@ -105,30 +110,39 @@ class Ledger(Struct):
 
     # ---- pushes ----
 
-    def admits(self, worker: str, fragment: int, start: int) -> bool:
-        """Whether a push whose tokens begin at `start` carries none that landed or went into another push."""
+    def admits(self, worker: str, fragment: int, stretch: Stretch) -> bool:
+        """Whether a push carries only tokens that no push before it did, and no landing lies inside them."""
         line = self.accounts[worker].lines[fragment]
-        return start >= line.settled and (not line.carried or start >= line.end)
+        if stretch.start >= line.settled:
+            return not line.carried or stretch.start >= line.end
+        # A landing that overtook the push: it came down after the copy was made, its tokens count as absent.
+        return line.end <= stretch.start and stretch.end <= line.settled and stretch.tokens <= line.absent
 
     def accepted(self, worker: str, fragment: int, stretch: Stretch, version: int) -> None:
         """A push went into the round that will produce `version`."""
+        assert self.admits(worker, fragment, stretch)
         self.reported(worker, stretch.end)
         line = self.accounts[worker].lines[fragment]
-        line.start, line.end, line.version = stretch.start, stretch.end, version
-        line.merged += line.carried
+        if stretch.start < line.settled:
+            line.absent -= stretch.tokens
+            line.start = line.end = line.settled
+        else:
+            line.start, line.end = stretch.start, stretch.end
+        line.merged += stretch.tokens
+        line.version = version
 
     def returned(self, worker: str, fragment: int, stretch: Stretch) -> None:
         """The push was rejected after all, or its round came to nothing: its tokens are where they were."""
         account = self.accounts[worker]
         line = account.lines[fragment]
-        line.merged -= stretch.end - stretch.start
+        line.merged -= stretch.tokens
         if not account.open or account.incarnation != stretch.incarnation:
-            line.lost += stretch.end - stretch.start
+            line.lost += stretch.tokens
         elif line.carried:
-            assert (line.start, line.end) == stretch[1:]
+            assert (line.start, line.end) == (stretch.start, stretch.end)
             line.end = line.start
         else:
-            line.absent += stretch.end - stretch.start
+            line.absent += stretch.tokens
 
     # ---- landings ----
 

@@ -146,7 +146,7 @@ class Rounds:
         return [m.Fold(push.fragment, member.name, value, push.base, push.full), *self._pull_more(now)]
 
     def _accept(self, member: Member, round_: Round, push: m.Push) -> None:
-        stretch = Stretch(member.incarnation, push.total - push.tokens, push.total)
+        stretch = _stretch(member, push)
         version = self.versions[push.fragment] + 1
         round_.folding[member.name] = stretch
         self.ledger.accepted(member.name, push.fragment, stretch, version)
@@ -166,8 +166,8 @@ class Rounds:
             return f"base version {push.base} is ahead of the run's {current}: adopt the update that follows"
         if push.base < merged_into:
             return f"base version {push.base}: these tokens went into version {merged_into} already"
-        if not self.ledger.admits(member.name, push.fragment, push.total - push.tokens):
-            return f"base version {push.base}: an update has landed on these tokens"
+        if not self.ledger.admits(member.name, push.fragment, _stretch(member, push)):
+            return f"base version {push.base}: some of its tokens were pushed or overwritten before"
         return ""
 
     def _resynchronise(self, member: Member, push: m.Push) -> list[m.Action]:
@@ -255,7 +255,7 @@ class Rounds:
             if member.connected and member.joined:
                 stretch = round_.folded.get(member.name)
                 own = stretch is not None and stretch.incarnation == member.incarnation
-                tokens = stretch.end - stretch.start if stretch is not None and own else 0
+                tokens = stretch.tokens if stretch is not None and own else 0
                 update = m.Update(merged.fragment, merged.version, round_.tick, tokens)
                 actions.append(m.Send(member.name, update))
         return actions
@@ -302,3 +302,7 @@ class Rounds:
     def deadlines(self) -> list[float]:
         """Return when `expire` has something to do."""
         return [pull.deadline for r in self.flying.values() for pull in r.pulling.values()]
+
+
+def _stretch(member: Member, push: m.Push) -> Stretch:
+    return Stretch(member.incarnation, push.total - push.tokens, push.total)

@@ -1,6 +1,6 @@
 """The syncer's machine: ticks, quorum, grace, pull, merge, publish (Algorithm 2, section 3.2).
 
-    tick t:  closed t−1 ─▶ open ─▶ K fresh reports ─▶ grace window ─▶ closed ─▶ (fragment due) round ─▶ published
+    tick t:  t−1 closed ─▶ open ─▶ K fresh reports ─▶ grace window ─▶ closed ─▶ round, if a fragment is due
     syncer:  running ─▶ parting (the last tick is over: learners say goodbye) ─▶ finished
 
 Tick t+1 opens when tick t closes, so that its quorum and grace overlap the pull and merge of t; but not while
@@ -372,20 +372,17 @@ class SyncerMachine:
         """Ask to be woken at the earliest moment that could change something by itself."""
         if self.phase == "finished":
             return []
-        nearest = self.listen_at
+        moments = [self.listen_at]
         if self.rounds.flying:
-            nearest = (
-                min(self.rounds.deadlines(), default=nearest)
-                if nearest == float("inf")
-                else min([nearest, *self.rounds.deadlines()])
-            )
+            moments += self.rounds.deadlines()
         if self.again_at is not None:
-            nearest = min(nearest, self.again_at)
+            moments.append(self.again_at)
         if self.phase == "parting":
-            nearest = min(nearest, self.parting_until)
+            moments.append(self.parting_until)
         idle_until = self._idle_until()
         if idle_until is not None:
-            nearest = min(nearest, idle_until)
+            moments.append(idle_until)
+        nearest = min(moments)
         if nearest == float("inf") or (self.alarm_at is not None and now < self.alarm_at <= nearest):
             return []  # an alarm that rings too early does no harm
         self.alarm_at = nearest

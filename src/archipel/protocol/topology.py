@@ -96,7 +96,7 @@ def exponential_offsets(n: int) -> tuple[int, ...]:
 
 
 def heard_seats(scheme: Scheme, n: int, seat: int, round_: int) -> tuple[Seats, Seats]:
-    """Return the seats of n that a seat hears and those that hear it. Each of k heard has weight 1/(k + 1)."""
+    """Return the seats of n that a seat hears, and those that hear it. Each of k heard weighs 1/(k + 1)."""
     match scheme:
         case "one_peer":
             other = seat ^ 1

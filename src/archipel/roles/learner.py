@@ -20,7 +20,7 @@ from ..errors import ConfigError, DataError, JoinRefused
 from ..protocol.messages import SYNCER
 from ..protocol.schedule import SyncOptions
 from ..runtime.wire import NetworkOptions
-from ..train import data, loop, models
+from ..train import data, loop, models, optim
 from ..train.data import read_journal
 from .trainer import Trainer
 
@@ -237,6 +237,7 @@ def train(config: Config, learner: Learner, *, threads: int = 0) -> None:
 def _train(config: Config, learner: Learner) -> None:
     corpus = load_data(config, learner.settings)
     learner.model = models.build(config.model)
+    inner = optim.build(learner.model, config.optimizer, config.sync.steps)
     learner.adopt()
     learner.journal.parent.mkdir(parents=True, exist_ok=True)
     stream = corpus.stream(learner.shard, learner.position, learner.journal)
@@ -247,7 +248,7 @@ def _train(config: Config, learner: Learner) -> None:
         learner,
         config.optimizer,
         batch=config.data.batch,
-        steps=config.sync.steps,
+        inner=inner,
         watch=metrics.note,
     )
 

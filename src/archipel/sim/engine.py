@@ -424,7 +424,7 @@ class Engine:
 
     # ---- the network ----
 
-    def _send(self, host: Host, to: str, message: m.Message) -> None:
+    def _send(self, host: Host, to: str, message: m.AnyMessage) -> None:
         channel = self.channels[host.name if to == m.SYNCER else to]
         if not channel.up:
             return

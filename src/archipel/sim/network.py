@@ -46,7 +46,7 @@ class Parcel:
 
     sender: str
     receiver: str
-    message: m.Message
+    message: m.AnyMessage
     payload: Any
     connection: int  # the connection it was sent on
 

@@ -7,10 +7,11 @@ that a learner that joins late is where the others are.
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from .data import ImageStream, TokenStream
-from .optim import build, inner_step
+from .optim import Schedule, inner_step
 from .options import OptimizerOptions
 
 Watch = Callable[[int, float, int], None]  # step, loss, tokens
@@ -35,11 +36,15 @@ def run(
     options: OptimizerOptions,
     *,
     batch: int,
-    steps: int,
+    inner: tuple[torch.optim.Optimizer, Schedule],
     watch: Watch | None = None,
 ) -> None:
-    """Train until the learner is done. batch: windows or images a step; steps: ticks of the whole schedule."""
-    optimizer, schedule = build(model, options, steps)
+    """Train until the learner is done. batch: windows or images a step.
+
+    inner: what `optim.build` returned for this model, before it joined: torch takes seconds to make its first
+    optimizer, which would count as the first step's time.
+    """
+    optimizer, schedule = inner
     count = 0
     while not learner.done:
         loss, tokens = inner_step(model, optimizer, stream.next(batch), options=options, lr=schedule(learner.tick))
