@@ -28,6 +28,8 @@ from archipel.protocol import messages as m
 from archipel.protocol.learner import LearnerMachine
 from archipel.protocol.schedule import SyncOptions, options_of
 from archipel.runtime import security
+from archipel.runtime.buffers import Buffers
+from archipel.runtime.courier import BUFFERS_KEPT
 from archipel.runtime.dialing import Client
 from archipel.runtime.host import Host, decode_envelope
 from archipel.runtime.wire import NetworkOptions
@@ -145,6 +147,7 @@ class Sender:
         self.encode_s = self.decode_s = 0.0
         self._load = load_
         self._options = SyncOptions()
+        self._buffers = Buffers(kept=BUFFERS_KEPT)
         self._watched: tuple[int, ...] = ()
         self._held = [np.empty(load_.numel, np.float32) for _ in local]  # version that landed last
         self._local = local
@@ -181,7 +184,7 @@ class Sender:
     def allocate(self, message: bytes, length: int) -> memoryview:
         if not isinstance(decode_envelope(message).message, m.Update):
             raise PayloadError(f"a payload of {length} bytes nobody waits for")
-        return memoryview(bytearray(length))
+        return memoryview(self._buffers.take(length))
 
     def received(self, message: bytes, payload: memoryview | None, seconds: float) -> None:
         self.host.deliver(m.SYNCER, message, payload)
@@ -197,7 +200,9 @@ class Sender:
     def _encoded(self, push: m.Push) -> np.ndarray:
         began = time.perf_counter()
         base, local = self._held[push.fragment], self._local[push.fragment]
-        payload = codec.encode_difference(self._options.push_codec, base, local, self._options.codec_block)
+        name, block = self._options.push_codec, self._options.codec_block
+        out = self._buffers.take(codec.encoded_bytes(name, base.size, block))
+        payload = codec.encode_difference(name, base, local, block, out)
         self.encode_s += time.perf_counter() - began
         return payload
 

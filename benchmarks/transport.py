@@ -57,7 +57,6 @@ class Measured:
     coding_s: tuple[float, float] = (0.0, 0.0)  # encode, decode, of all senders and rounds
     phases: dict[str, float] = field(default_factory=dict)  # median seconds
     fold_s: float = 0.0  # median of one fold
-    cipher: str = "none"
 
     @property
     def ratio(self) -> float:
@@ -65,7 +64,7 @@ class Measured:
         return statistics.median(self.reference_s) / statistics.median(self.ours_s)
 
 
-def sizes_of(load: Load, bits: int) -> sockets.Sizes:
+def sizes_of(load: Load) -> sockets.Sizes:
     """Return the bytes of a load's round and connection."""
     block = SyncOptions().codec_block
     return sockets.Sizes(
@@ -73,7 +72,6 @@ def sizes_of(load: Load, bits: int) -> sockets.Sizes:
         download=codec.encoded_bytes(load.update_codec, load.numel, block),
         connections=load.senders,
         tls=load.tls,
-        bits=bits,
     )
 
 
@@ -84,16 +82,12 @@ def measure(load: Load, rounds: int, folder: Path) -> Measured:
     crowd = server = None
     try:
         crowd = Crowd(load, syncer.address, folder)
-        bits = 128
-        if load.tls:
-            measured.cipher, bits = sockets.negotiated(syncer.address, load.tls)
-        sizes = sizes_of(load, bits)
+        sizes = sizes_of(load)
         server = sockets.Server(sizes)
         crowd.call(sockets.connect, server.port, sizes, load.senders // load.processes)
         alternate(measured, crowd, (syncer.process.pid, server.process.pid), rounds)
     finally:
-        syncer.stop()
-        for part in (crowd, server):
+        for part in (crowd, server, syncer):
             if part is not None:
                 part.stop()
     read_tape(measured, syncer.out, load.senders)
@@ -158,11 +152,11 @@ def read_tape(measured: Measured, out: Path, learners: int) -> None:
 
 def report(load: Load, measured: Measured) -> None:
     """Print one kind of load."""
-    sizes = sizes_of(load, 128)
+    sizes = sizes_of(load)
     moved = load.senders * (sizes.upload + sizes.download)
     rounds = len(measured.ours_s)
     ours, reference = statistics.median(measured.ours_s), statistics.median(measured.reference_s)
-    kind = f"TLS ({measured.cipher})" if load.tls else "plain"
+    kind = "mutual TLS" if load.tls else "plain"
     print(f"push {load.push_codec}, update {load.update_codec}, {kind}: {moved / 1e6:.0f} MB a round")
     for name, seconds, used_s in (
         ("round", ours, measured.ours_cpu_s),

@@ -296,17 +296,22 @@ def _tape(options: argparse.Namespace) -> int:
 
 def _add_simulate(commands: Any) -> None:
     parser = _command(commands, "simulate", _simulate, "run the protocol or a fleet in virtual time")
-    parser.add_argument("--paper", choices=["table1"], help="a table of the papers, from this simulator")
+    parser.add_argument("--paper", choices=["table1", "gasloc-rounds"], help="a table of the papers, from this simulator")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from .sim.goodput import table1
+    if options.paper == "table1":
+        from .sim.goodput import table1
 
-    if options.paper is None:
+        _report(table1(options.seed), options.json)
+    elif options.paper == "gasloc-rounds":
+        from .sim.rounds import gasloc_rounds
+
+        _report(gasloc_rounds(), options.json)
+    else:
         raise ArchipelError("simulate: say which table with --paper")
-    _report(table1(options.seed), options.json)
     return 0
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from archipel.errors import TapeError
 from archipel.protocol import messages as m
 from archipel.runtime.launch import thread_environment
 from archipel.tape.record import Record
-from archipel.tape.tape import read, workers
+from archipel.tape.tape import TapeTail, workers
 from archipel.train import corpus
 
-# Steps of a few milliseconds: a run lasts as long as the test wants, given enough of them.
+# Steps of some ten milliseconds: a run lasts as long as the test wants, given enough of them.
 TINY = {
     "run": {"name": "live"},
     "sync": {
@@ -31,7 +32,7 @@ TINY = {
         "checkpoint_rounds": 20,
     },
     "model": {"width": 32, "layers": 1, "heads": 2},
-    "data": {"sequence": 32, "batch": 16, "shards": 8},
+    "data": {"sequence": 32, "batch": 64, "shards": 16},
     "optimizer": {"warmup_steps": 10},
     "evaluate": {"every_rounds": 50, "batches": 1, "batch": 4},
 }
@@ -118,6 +119,9 @@ class Rig:
         self.config = folder / "run.toml"
         self.workers: list[Worker] = []
         self.address = ""
+        self._tapes: dict[Path, tuple[str, TapeTail]] = {}
+        self._seen: dict[str, list[Record]] = {}
+        self.folder.mkdir(exist_ok=True)
         self.write()
 
     def write(self, **sections: dict[str, Any]) -> None:
@@ -135,7 +139,6 @@ class Rig:
 
     def start(self, name: str, *argv: str) -> Worker:
         """Start `python …`."""
-        self.folder.mkdir(exist_ok=True)
         worker = Worker(name, [sys.executable, *argv], self.folder / f"{name}.log")
         self.workers.append(worker)
         return worker
@@ -170,14 +173,19 @@ class Rig:
             if time.monotonic() > deadline or (alive is not None and alive.process.poll() is not None):
                 logs = "\n".join(f"== {w.name} {w.process.poll()}\n{w.output[-1500:]}" for w in self.workers)
                 raise AssertionError(f"not within {deadline_s} s: {what}\n{logs}")
-            time.sleep(0.02)
+            time.sleep(0.05)
         return found
 
-    def records(self, worker: str = m.SYNCER) -> Iterator[Record]:
-        """Yield what a worker's tapes hold so far, oldest process first."""
+    def records(self, worker: str = m.SYNCER) -> list[Record]:
+        """Return what a worker's tapes hold so far, oldest process first."""
         for file in workers(self.out):
-            if file.worker == worker:
-                yield from read(file.path)
+            if file.path not in self._tapes:
+                with contextlib.suppress(TapeError):  # its header is not on disk yet
+                    self._tapes[file.path] = (file.worker, TapeTail(file.path))
+        for name, tape in self._tapes.values():
+            if name == worker:
+                self._seen.setdefault(name, []).extend(tape.poll())
+        return self._seen.get(worker, [])
 
     def count(self, kind: type[m.Event], worker: str = m.SYNCER) -> int:
         """Return how many events of a kind a worker has recorded."""
@@ -200,6 +208,12 @@ class Rig:
     def facts(self) -> dict[str, Any]:
         """Return what the syncer left when it ended."""
         return msgspec.json.decode((self.out / "syncer.json").read_bytes())  # type: ignore[no-any-return]
+
+    def facts_of_a_whole_run(self) -> dict[str, Any]:
+        """Run a syncer and its two learners to the end."""
+        all_of_them = [self.syncer(), self.learner(0), self.learner(1)]
+        assert [worker.exit_code() for worker in all_of_them] == [0, 0, 0]
+        return self.facts()
 
     def going(self, rounds: int = 3) -> None:
         """Wait until so many more rounds have been merged."""
@@ -230,8 +244,12 @@ def rig(tmp_path: Path, tokens: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def shared_rig(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Iterator[Rig]:
-    """A run folder that the tests of a file share."""
-    made = Rig(tmp_path_factory.mktemp("shared"), tokens)
+def busy(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Iterator[Rig]:
+    """A syncer and learner-0 that go on while the tests of a file come and go."""
+    made = Rig(tmp_path_factory.mktemp("busy"), tokens)
+    made.write(sync={"silence_s": 4.0, "heartbeat_s": 0.5})
+    made.syncer()
+    made.learner(0)
+    made.wait(lambda: made.folds("learner-0") >= 3, "learner-0 takes part")
     yield made
     made.end()

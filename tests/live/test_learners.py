@@ -1,5 +1,6 @@
 """Learners that die, freeze, come late or never come: the others' rounds go on."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from archipel.protocol import messages as m
 from archipel.runtime.relay import Relay
 from archipel.train.data import read_journal
 
+from .conftest import TINY, Rig, Worker
+
 pytestmark = pytest.mark.live
 
 
@@ -23,29 +26,91 @@ def relay() -> Iterator[list[Relay]]:
         each.stop()
 
 
-def test_killed_learner_comes_back_and_every_token_has_a_fate(rig) -> None:
-    rig.write(sync={"steps": 3000})
-    syncer = rig.syncer()
-    learners = [rig.learner(0), rig.learner(1)]
-    rig.wait(lambda: rig.folds("learner-1") >= 5, "learner-1 takes part")
-    learners[1].signal(signal.SIGKILL, group=True)
-    learners[1].exit_code()
-    rig.going(5)
-    back = rig.learner(1)
-    folds = rig.folds("learner-1")
-    rig.wait(lambda: rig.folds("learner-1") >= folds + 5, "learner-1 takes part again")
-    assert (syncer.exit_code(), learners[0].exit_code(), back.exit_code()) == (0, 0, 0)
-    facts = rig.facts()
-    drawn = sum(read_journal(path).position for path in sorted((rig.out / "journal").glob("*.bin")))
+@pytest.fixture
+def guest(busy: Rig) -> Worker:
+    """Learner-1 of the busy run, taking part; started when the test before has left none."""
+    running = [w for w in busy.workers if w.name == "learner-1" and w.process.poll() is None]
+    worker = running[0] if running else busy.learner(1)
+    again(busy)
+    return worker
+
+
+def again(rig: Rig, learner: str = "learner-1") -> None:
+    """Wait until pushes of the learner are folded in, from now on."""
+    folds = rig.folds(learner)
+    rig.wait(lambda: rig.folds(learner) >= folds + 3, f"{learner} takes part")
+
+
+def test_late_joiner_adopts_the_weights_and_the_schedule(busy: Rig, guest: Worker) -> None:
+    warm_up = TINY["optimizer"]["warmup_steps"]
+    events = [record.event for record in busy.records("learner-1")]
+    steps = [at for at, event in enumerate(events) if isinstance(event, m.StepCompleted)]
+    adopted = {event.fragment: event.version for event in events[: steps[0]] if isinstance(event, m.Applied)}
+    assert set(adopted) == {0, 1} and min(adopted.values()) >= 1
+    assert events[steps[0]].tick > warm_up  # what its first step's learning rate followed
+    pushes = [
+        record.event.message
+        for record in busy.records()
+        if isinstance(record.event, m.Received) and record.event.sender == "learner-1"
+        and isinstance(record.event.message, m.Push)
+    ]  # fmt: skip
+    assert min(push.base for push in pushes) >= 1
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["trainer", "trainer and courier"])
+def test_frozen_learner_holds_up_nobody_and_catches_up(busy: Rig, guest: Worker, group: bool) -> None:
+    guest.signal(signal.SIGSTOP, group=group)
+    stopped_at = time.time()
+    if group:
+        gone_at = busy.wait(lambda: gone(busy, "learner-1", stopped_at), "a frozen courier is noticed")
+        assert gone_at - stopped_at < 10.0
+    busy.going(10)
+    assert gone(busy, "learner-1", stopped_at) or not group
+    guest.signal(signal.SIGCONT, group=group)
+    again(busy)
+    assert guest.process.poll() is None
+
+
+def test_killed_courier_ends_its_trainer_with_a_clear_word(busy: Rig, guest: Worker) -> None:
+    os.kill(guest.courier, signal.SIGKILL)
+    assert guest.exit_code() == 2
+    last = guest.output.splitlines()[-1]
+    assert last.startswith("archipel: the courier process") and "signal 9" in last
+    busy.going(3)
+
+
+def test_killed_learner_comes_back_and_the_others_went_on(busy: Rig, guest: Worker) -> None:
+    guest.signal(signal.SIGKILL, group=True)
+    killed_at = time.time()
+    guest.exit_code()
+    busy.wait(lambda: gone(busy, "learner-1", killed_at), "the syncer notices")
+    busy.going(5)
+    busy.learner(1)
+    again(busy)
+
+
+def test_in_the_end_every_token_has_a_fate(busy: Rig, guest: Worker) -> None:
+    """After all that, with learners killed in the middle of a step: the data's own count is the ledger's."""
+    running = [worker for worker in busy.workers if worker.process.poll() is None]
+    for worker in running[1:]:
+        worker.signal(signal.SIGTERM)
+    assert [worker.exit_code() for worker in running[1:]] == [0, 0]
+    running[0].signal(signal.SIGTERM)
+    assert running[0].exit_code() == 1  # the run did not reach its end
+    facts = busy.facts()
+    drawn = sum(read_journal(path).position for path in sorted((busy.out / "journal").glob("*.bin")))
     fates = ("merged", "overwritten", "absent", "lost", "unmerged")
-    assert facts["complete"] and facts["ledger_closes"] and not facts["tokens"]["tail_unknown"]
-    assert facts["tokens"]["lost"] > 0
+    assert facts["ledger_closes"] and not facts["tokens"]["tail_unknown"]
+    assert min(facts["tokens"]["merged"], facts["tokens"]["lost"]) > 0
     assert 2 * drawn == facts["tokens"]["consumed"] == sum(facts["tokens"][fate] for fate in fates)
-    pause = longest_pause(rig.records(), 1)
-    assert pause.longest_pause_s < 2.5  # step times are milliseconds; a stall on the dead one would be seconds
+    # Steps take hundredths of a second; waiting for the dead and the frozen would take seconds.
+    assert longest_pause(busy.records(), 1).longest_pause_s < 3.0
 
 
-def test_death_in_the_middle_of_a_push_is_noticed_at_once(rig, relay) -> None:
+# ---- runs of their own ----
+
+
+def test_death_in_the_middle_of_a_push_is_noticed_at_once(rig: Rig, relay: list[Relay]) -> None:
     # 4 MB in 50 ms pieces over a link of 1 MB/s: a push takes seconds, so the kill falls into one.
     rig.write(
         model={"width": 256, "layers": 2},
@@ -63,7 +128,7 @@ def test_death_in_the_middle_of_a_push_is_noticed_at_once(rig, relay) -> None:
     at_s = time.time()
     doomed.signal(signal.SIGKILL, group=True)
     slow.cut()
-    gone = rig.wait(lambda: _gone_at(rig, "learner-1", at_s), "learner-1 is gone")
+    gone = rig.wait(lambda: gone(rig, "learner-1", at_s), "learner-1 is gone")
     assert gone - at_s < 1.0
     rig.going(3)
     assert not _folded_of_tick(rig, "learner-1", asked)
@@ -83,7 +148,7 @@ def _unanswered_pull(rig, learner: str) -> int | None:
     return next((tick for tick, since in open_since.items() if now - since > 0.25), None)
 
 
-def _gone_at(rig, learner: str, since: float) -> float | None:
+def gone(rig: Rig, learner: str, since: float) -> float | None:
     return next(
         (
             record.t
@@ -104,27 +169,8 @@ def _folded_of_tick(rig, learner: str, tick: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("group", [False, True], ids=["trainer", "trainer and courier"])
-def test_frozen_learner_holds_up_nobody_and_catches_up(rig, group: bool) -> None:
-    rig.write(sync={"silence_s": 3.0, "heartbeat_s": 0.5})
-    rig.syncer()
-    rig.learner(0)
-    frozen = rig.learner(1)
-    rig.wait(lambda: rig.folds("learner-1") >= 3, "learner-1 takes part")
-    frozen.signal(signal.SIGSTOP, group=group)
-    stopped_at = time.time()
-    if group:
-        rig.wait(lambda: _gone_at(rig, "learner-1", stopped_at), "a frozen courier is noticed")
-    rig.going(20)
-    frozen.signal(signal.SIGCONT, group=group)
-    folds = rig.folds("learner-1")
-    rig.wait(lambda: rig.folds("learner-1") >= folds + 3, "learner-1 takes part again")
-    assert rig.count(m.StepCompleted, "learner-1") > 0
-    assert longest_pause(rig.records(), 1).longest_pause_s < 5.0
-
-
 @pytest.mark.slow
-def test_learner_frozen_for_twenty_seconds_is_back_without_a_restart(rig) -> None:
+def test_learner_frozen_for_twenty_seconds_is_back_without_a_restart(rig: Rig) -> None:
     rig.syncer()
     rig.learner(0)
     frozen = rig.learner(1)
@@ -139,58 +185,7 @@ def test_learner_frozen_for_twenty_seconds_is_back_without_a_restart(rig) -> Non
     assert merged > 20 and not rig.said("gone worker=learner-1")
 
 
-def test_two_of_four_planned_learners_train_when_only_three_come(rig) -> None:
-    rig.write(sync={"learners": 4, "quorum": 2, "steps": 400})
-    syncer = rig.syncer()
-    learners = [rig.learner(number) for number in range(3)]
-    assert [syncer.exit_code(), *(learner.exit_code() for learner in learners)] == [0, 0, 0, 0]
-    assert rig.facts()["rounds"] > 50
-
-
-def test_late_joiner_adopts_the_weights_and_the_schedule(rig) -> None:
-    rig.write(sync={"steps": 1500}, optimizer={"warmup_steps": 200})
-    rig.syncer()
-    rig.learner(0)
-    rig.wait(lambda: _tick(rig) > 300, "the warm-up is over")
-    late = rig.learner(1)
-    assert late.exit_code() == 0
-    events = [record.event for record in rig.records("learner-1")]
-    steps = [at for at, event in enumerate(events) if isinstance(event, m.StepCompleted)]
-    adopted = {event.fragment for event in events[: steps[0]] if isinstance(event, m.Applied)}
-    first_step, first_push = events[steps[0]], _first_push(rig, "learner-1")
-    assert adopted == {0, 1} and first_push.base >= 1
-    assert first_step.tick > 200  # what the learning rate followed
-
-
-def _tick(rig) -> int:
-    return max((a.tick for r in rig.records() for a in r.actions if isinstance(a, m.Tally)), default=0)
-
-
-def _first_push(rig, learner: str) -> m.Push:
-    return next(
-        record.event.message
-        for record in rig.records()
-        if isinstance(record.event, m.Received)
-        and record.event.sender == learner
-        and isinstance(record.event.message, m.Push)
-    )
-
-
-def test_killed_courier_ends_its_trainer_with_a_clear_word(rig) -> None:
-    rig.syncer()
-    rig.learner(0)
-    widowed = rig.learner(1)
-    rig.wait(lambda: rig.folds("learner-1") >= 1, "learner-1 takes part")
-    import os
-
-    os.kill(widowed.courier, signal.SIGKILL)
-    assert widowed.exit_code() == 2
-    assert "the courier process" in widowed.output.splitlines()[-1] and "signal 9" in widowed.output
-    assert "Traceback" not in widowed.output
-    rig.going(3)
-
-
-def test_own_loop_in_plain_python_joins_trains_and_ends(rig) -> None:
+def test_own_loop_in_plain_python_joins_trains_and_ends(rig: Rig) -> None:
     example = Path(__file__).parents[2] / "examples" / "own_loop.py"
     rig.config = example.with_suffix(".toml")
     init = rig.folder / "init.safetensors"
@@ -213,7 +208,7 @@ def test_own_loop_in_plain_python_joins_trains_and_ends(rig) -> None:
     assert rig.facts()["ledger_closes"]
 
 
-def test_trainer_that_raises_says_goodbye(rig) -> None:
+def test_trainer_that_raises_says_goodbye(rig: Rig) -> None:
     script = rig.folder / "raises.py"
     script.write_text(
         "import sys, torch, archipel\n"

@@ -1,8 +1,10 @@
-"""Random options, random faults: whatever happens, nothing forbidden does, and once the faults stop the run ends.
+"""Random options, random faults: whatever happens, nothing forbidden does, and once the faults stop the run
+ends.
 
-The witness checks every record (no round without a quorum, no step or report before a full model, monotone versions,
-nothing folded twice …). Here: the run ends, the ledger closes and agrees with the data positions, nobody starves.
-A failing seed names itself; `ARCHIPEL_SEEDS=3000:9000 pytest tests/protocol/test_random_schedules.py` tries others.
+The witness checks every record (no round without a quorum, no step or report before a full model, monotone
+versions, nothing folded twice …). Here: the run ends, the ledger closes and agrees with the data positions,
+nobody starves. A failing seed names itself; `ARCHIPEL_SEEDS=3000:9000 pytest
+tests/protocol/test_random_schedules.py` tries others.
 """
 
 import os
@@ -61,7 +63,9 @@ def random_learner(rng: random.Random) -> LearnerOptions:
 def break_something(rng: random.Random, engine: Engine, names: list[str]) -> None:
     name, at = rng.choice(names), rng.uniform(0, STORM_S)
     until = at + rng.choice([0.1, 1.0, 3.0, 6.0, 15.0])
-    match rng.choice(["kill", "stop", "pause", "freeze", "partition", "slow", "syncer killed", "syncer stopped"]):
+    match rng.choice(
+        ["kill", "stop", "pause", "freeze", "partition", "slow", "syncer killed", "syncer stopped"]
+    ):
         case "kill":
             engine.kill(name, at)
             engine.restart(name, until)

@@ -1,8 +1,8 @@
 """Runs in virtual time whose decisions are written down, line by line: scenarios/*.txt.
 
-A script names options, learners and faults, then `---`, then what the syncer decided: ticks with those who were
-counted, rounds with those whose pushes were merged, in fold order, and what it told those who watch. The transcript
-is compared exactly. If a decision changes on purpose, rewrite them all and read the difference:
+A script names options, learners and faults, then `---`, then what the syncer decided: ticks with those who
+were counted, rounds with those whose pushes were merged, in fold order, and what it told those who watch. The
+transcript is compared exactly. If a decision changes on purpose, rewrite them all and read the difference:
 
     ARCHIPEL_REWRITE_SCENARIOS=1 pytest tests/protocol/test_scenarios.py
 """

@@ -207,3 +207,11 @@ def test_seeds_beyond_64_bits_and_below_zero_are_taken_modulo():
 def test_a_view_that_is_not_sorted_and_unique_is_refused(view):
     with pytest.raises(AssertionError):
         topology.rows("one_peer", view, RoundKey(0, 0, 0))
+
+
+@pytest.mark.parametrize("scheme", topology.SCHEMES)
+def test_partners_are_named_in_the_same_order_everywhere(scheme):
+    for round_ in range(20):
+        for row in topology.rows(scheme, view_of(7), RoundKey(1, 0, round_)):
+            assert list(row.partners) == sorted(row.partners)
+            assert list(row.listeners) == sorted(row.listeners)

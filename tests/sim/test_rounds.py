@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from archipel.errors import ConfigError
+from archipel.protocol import topology
 from archipel.sim import rounds
 from archipel.sim.rounds import Islands, adapted_steps, gossip_round, one_straggler
 
@@ -37,7 +38,7 @@ def test_a_full_link_keeps_all_its_steps():
 
 
 def test_adapted_steps_do_not_lose_one_to_rounding():
-    assert adapted_steps(30, 1, 3, 0.3) == 23  # 3·(1/0.3 − 1) = 7, a hair more in floating point
+    assert adapted_steps(30, 2, 5.5, 0.44) == 16  # 11·(1/0.44 − 1) = 14, a hair more in floating point
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.5])
@@ -93,3 +94,24 @@ def test_a_lone_worker_only_computes():
 def test_odd_worker_that_idles_does_not_wait():
     history = rounds.timeline(Islands((5, 5, 5), (1.0,) * 3, 2), "one_peer", "non_blocking", 1, 0)
     assert sorted(history[1].start) == [5, 7, 7]
+
+
+def test_the_slow_end_is_never_more_than_one_round_late():
+    # Transfers take 20 at worker 0. The first model reaches it at 100 + 20, while round 1 would end at 44.
+    history = rounds.timeline(Islands((2, 100), (0.1, 1.0), 2), "one_peer", "non_blocking", 2, 0)
+    assert [progress.start[0] for progress in history] == [0, 22, 120]
+
+
+def test_late_models_queue_for_the_slow_downlink():
+    # Worker 0 takes 30 a transfer. Its first partner is ready at 10: arrival at 40. The second is ready at
+    # 23 and has to wait for the link until then: arrival at 70.
+    view = ("000000", "000001", "000002", "000003")
+
+    def partner(seed, round_):
+        return topology.row_of(view[0], "one_peer", view, topology.RoundKey(seed, 0, round_)).partners
+
+    seed = next(seed for seed in range(100) if partner(seed, 0) != partner(seed, 1))
+    history = rounds.timeline(
+        Islands((1, 10, 10, 10), (0.1, 1.0, 1.0, 1.0), 3), "one_peer", "non_blocking", 2, seed
+    )
+    assert [progress.owed[0] for progress in history] == [0, 40, 70]

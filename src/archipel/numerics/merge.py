@@ -15,7 +15,7 @@ pushes in the same order give the same bits at an equal count of threads, wherev
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -95,8 +95,13 @@ def segments(
     return tuple(found)
 
 
-def start(segments: tuple[Segment, ...], numel: int) -> Accumulator:
-    """Return an empty accumulator for vectors (numel,), which the segments cover without gap or overlap."""
+def start(
+    segments: tuple[Segment, ...], numel: int, room: Callable[[int], Tensor] = torch.empty
+) -> Accumulator:
+    """Return an empty accumulator for vectors (numel,), which the segments cover without gap or overlap.
+
+    room: gives the memory of so many float32 values, of any content.
+    """
     end = 0
     for segment in segments:
         assert segment.start == end <= segment.stop, segment
@@ -104,8 +109,7 @@ def start(segments: tuple[Segment, ...], numel: int) -> Accumulator:
         end = segment.stop
     assert end == numel, (end, numel)
     directions = _directions(segments)
-    values = torch.empty(numel, dtype=torch.float32)
-    return Accumulator(segments, directions, values, torch.empty(numel if directions else 0))
+    return Accumulator(segments, directions, room(numel), room(numel if directions else 0))
 
 
 def reset(acc: Accumulator) -> None:

@@ -207,7 +207,7 @@ class LearnerMachine:
         self.missing = {fragment for fragment in welcome.follow if fragment not in self.adopted}
         # The syncer counts from the join on, or from the landing of the last update that follows it.
         since = self.adopted_step if welcome.follow and not self.missing else self.joined_step
-        self.lead.credit = min(welcome.credit + self.step - since, self.options.interval_steps)
+        self.lead.credit = self._capped(welcome.credit + self.step - since)
         self.lead.unsettled.clear()
         if self.state != "running":
             self.state = "adopting"
@@ -245,7 +245,7 @@ class LearnerMachine:
             return self._abandoned(closed)
         counted = closed.counted >= 0
         if counted:
-            self.lead.credit = self._credit_after(closed.counted)
+            self.lead.credit = max(self.lead.credit - 1, 0)
         fragment = due(closed.tick, self.options)
         if fragment is not None and self.lead.published.get(fragment, -1) < closed.tick:
             if counted:
@@ -258,26 +258,22 @@ class LearnerMachine:
         """A round came to nothing: do not wait for it, but have a copy ready for when it is tried again."""
         if closed.counted >= 0:
             self.wanted[closed.abandoned] = None
-            if self.options.overlap_steps == 0:
-                self.lead.credit = min(self.lead.credit + 1, self.options.interval_steps)
+            self.lead.credit = self._capped(self.lead.credit + 1)
         self.pulls.pop(closed.abandoned, None)
         return [*self._watch(), *self._settle(closed.abandoned)]
 
-    def _credit_after(self, counted_step: int) -> int:
-        """τ ≥ 1: only steps after the counted report are left; τ = 0: one step was used up."""
-        if self.options.overlap_steps:
-            return min(self.step - counted_step, self.options.interval_steps)
-        return max(self.lead.credit - 1, 0)
+    def _capped(self, credit: int) -> int:
+        return min(credit, self.options.credit_max)
 
     def _waits(self, *, counted: bool) -> bool:
-        """Whether a closed due tick is one to wait for."""
-        return counted if self.options.overlap_steps == 0 else self.options.max_lead_steps is not None
+        """Whether a closed due tick is one to wait for: at τ = 0, only with its own push in the round."""
+        return self.options.lead_steps is not None and (counted or self.options.overlap_steps > 0)
 
     def _pull(self, pull: m.Pull) -> list[m.Action]:
         if not 0 <= pull.fragment < len(self.versions) or self.state not in ("running", "stopping"):
             return [m.Notice(f"ignored pull fragment={pull.fragment} state={self.state}", "warning")]
         self.tick = max(self.tick, pull.tick)
-        if self.options.overlap_steps == 0:
+        if self.options.lead_steps is not None:
             self.lead.unsettled[pull.fragment] = pull.tick
         if pull.fragment in self.snapshots:
             return [self._push(pull), *self._balance()]
@@ -344,7 +340,7 @@ class LearnerMachine:
         self.step = step.step
         self.tokens += step.tokens
         self.snapshots = {fragment: self._snapshot(fragment) for fragment in step.copied}
-        self.lead.credit = min(self.lead.credit + 1, self.options.interval_steps)
+        self.lead.credit = self._capped(self.lead.credit + 1)
         if not self.connected:
             return self._balance()
         report = m.Send(m.SYNCER, m.Progress(self.step, self.tokens, step.step_s))
@@ -397,8 +393,10 @@ class LearnerMachine:
         """Ask for copies of what can be pulled next, and of what was asked for already."""
         if self.state != "running" or self.role == "observer":
             return []
-        # The step now under way makes one report more. At τ = 0 all of them count, each at a tick of its own.
-        ahead = self.lead.credit + 1 if self.options.overlap_steps == 0 else self.options.overlap_steps + 1
+        ahead = self.options.overlap_steps + 1
+        if self.options.lead_steps is not None:
+            # Each report counts at a tick of its own, and the step now under way makes one more.
+            ahead = max(ahead, self.lead.credit + 1)
         soon = due_between(self.tick + 1, self.tick + ahead, self.options)
         wanted = tuple(dict.fromkeys((*self.pulls, *self.wanted, *soon)))
         if wanted == self.copying:
@@ -417,11 +415,8 @@ class LearnerMachine:
         return [m.Hold()] if hold else [m.Resume()]
 
     def _ahead(self) -> bool:
-        if self.options.overlap_steps == 0:
-            allowed = 0
-        elif self.options.max_lead_steps is not None:
-            allowed = self.options.max_lead_steps
-        else:
+        allowed = self.options.lead_steps
+        if allowed is None:
             return False
         # The newest report can be counted at tick `expected` at the earliest.
         expected = self.tick + self.lead.credit

@@ -138,7 +138,9 @@ class Ledger(Struct):
         line.merged -= stretch.tokens
         if not account.open or account.incarnation != stretch.incarnation:
             line.lost += stretch.tokens
-        elif line.carried:
+            return
+        line.version = -1  # the version it was meant for will come without it
+        if line.carried:
             assert (line.start, line.end) == (stretch.start, stretch.end)
             line.end = line.start
         else:

@@ -37,7 +37,7 @@ class Member:
     step: int = 0
     tokens: int = 0
     reports: int = 0
-    credit: int = 0  # reports not yet counted; at τ ≥ 1 the newest only
+    credit: int = 0  # reports not yet counted; the newest only, where learners never wait
     step_s: MovingAverage = field(default_factory=MovingAverage)
     transfer_s: MovingAverage = field(default_factory=MovingAverage)
     landed: dict[int, int] = field(default_factory=dict)  # fragment -> version it holds
@@ -61,11 +61,6 @@ class Member:
     def settled(self, fragment: int) -> bool:
         """Whether its last merged push of the fragment has been answered by an update that landed."""
         return self.landed.get(fragment, 0) >= self.merged_into.get(fragment, 0)
-
-
-def credit_max(options: SyncOptions) -> int:
-    """Return how many steps of a learner may wait to be counted: at τ ≥ 1 a surplus is forgotten."""
-    return 1 if options.overlap_steps else options.interval_steps
 
 
 @dataclass

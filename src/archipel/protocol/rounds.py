@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from . import messages as m
 from .ledger import Ledger, Stretch
-from .membership import COUNT_MAX, Member, credit_max
+from .membership import COUNT_MAX, Member
 from .quorum import MovingAverage, Tempo, weight
 from .schedule import SyncOptions
 
@@ -239,7 +239,7 @@ class Rounds:
                 # Those it lost on the way count again; all are told not to wait for an update of this round.
                 step = restored.get(member.name, -1)
                 if step >= 0:
-                    member.credit = min(member.credit + 1, credit_max(self.options))
+                    member.credit = min(member.credit + 1, self.options.credit_max)
                 actions.append(m.Send(member.name, m.TickClosed(round_.tick, step, fragment)))
         return actions
 

@@ -46,6 +46,20 @@ class SyncOptions(Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_rounds: int = 200  # rounds between two checkpoints of the syncer
     idle_exit_s: float = 0.0  # without any learner for so long the syncer ends; 0: it waits for ever
 
+    @property
+    def lead_steps(self) -> int | None:
+        """How far past a due tick a learner may step before its update is there; None: it never waits."""
+        return self.max_lead_steps if self.overlap_steps else 0
+
+    @property
+    def credit_max(self) -> int:
+        """How many steps of a learner may wait to be counted.
+
+        Where learners wait, every step must count once, or two of them wait for each other; where they never
+        do, the newest report counts and a surplus is forgotten.
+        """
+        return 1 if self.lead_steps is None else self.interval_steps + self.lead_steps
+
 
 def offset(fragment: int, options: SyncOptions) -> int:
     """Return t_p, the tick modulo H at which the fragment is due."""

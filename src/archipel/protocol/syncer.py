@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from . import messages as m
 from .ledger import Ledger
-from .membership import COUNT_MAX, Member, Roster, credit_max
+from .membership import COUNT_MAX, Member, Roster
 from .quorum import MovingAverage, Tempo, Tick, judge, median_step_s
 from .rounds import Rounds
 from .schedule import SyncOptions, due
@@ -174,7 +174,7 @@ class SyncerMachine:
         member.step_s.add(progress.step_s)
         if member.live:
             member.reports += 1
-            member.credit = min(member.credit + 1, credit_max(self.options))
+            member.credit = min(member.credit + 1, self.options.credit_max)
         return []
 
     def _landed(self, now: float, member: Member, landed: m.Landed) -> list[m.Action]:

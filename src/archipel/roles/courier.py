@@ -101,7 +101,7 @@ class Courier:
                 f"update of fragment {update.fragment}: {length} bytes, {expected} expected "
                 f"({numel} elements as {options.update_codec})"
             )
-        return memoryview(bytearray(length))
+        return memoryview(self.compute.buffers.take(length))
 
     def received(self, message: bytes, payload: memoryview | None, seconds: float) -> None:
         try:

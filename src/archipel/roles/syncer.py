@@ -26,6 +26,7 @@ from ..errors import CheckpointError, DataError, ModelError, PayloadError
 from ..protocol import messages as m
 from ..protocol.syncer import SyncerMachine, SyncerState
 from ..runtime import checkpoint, security, wire
+from ..runtime.buffers import Buffers
 from ..runtime.host import Host, decode_envelope
 from ..runtime.transport import Server
 from ..tape.replay import seed_of
@@ -59,6 +60,9 @@ class SyncerRole:
         self.keep = 3
         self.saved: Snapshot | None = None  # the newest one taken
         self._directory = directory
+        # Of one round: pushes on their way, two sums, new weights and momentum.
+        self._buffers = Buffers(kept=machine.options.pulls_max + 4)
+        outer.room = self._buffers.floats
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._encoded: dict[int, tuple[int, Any, int]] = {}  # fragment -> (version, bytes, checksum)
@@ -96,7 +100,7 @@ class SyncerRole:
                 f"push of fragment {push.fragment}: {length} bytes declared, {expected} expected: "
                 "the sender's model, sync.push_codec or sync.codec_block differ from the run's"
             )
-        return memoryview(bytearray(length))
+        return memoryview(self._buffers.take(length))
 
     def sent(self, worker: str, key: Any, bytes_: int, seconds: float) -> None:
         pass
@@ -146,6 +150,7 @@ class SyncerRole:
                 log.exception("tensor work failed")
                 self.host.fail(error)
                 return
+            del work  # and the payload with it: memory that the next push may have
 
     def _fold(self, fold: m.Fold, payload: Any) -> None:
         try:

@@ -18,7 +18,11 @@ from ..numerics import codec
 from ..protocol import messages as m
 from ..protocol.schedule import SyncOptions, options_of
 from . import frames
+from .buffers import Buffers
 from .shared import Channel, Region, SlotPool
+
+
+BUFFERS_KEPT = 3  # a push that leaves, an update that comes in, and one that has just landed
 
 
 @dataclass
@@ -38,6 +42,7 @@ class CourierCompute:
     def __init__(self, channel: Channel, said: Callable[[m.Event], None]) -> None:
         self.options = SyncOptions()
         self.layout: frames.Layout | None = None
+        self.buffers = Buffers(kept=BUFFERS_KEPT)
         self._channel = channel
         self._said = said
         self._desks: list[Desk] = []
@@ -123,7 +128,9 @@ class CourierCompute:
     def _apply(self, fragment: int, version: int, payload: Any) -> None:
         assert self.layout is not None
         numel = self.layout.numels[fragment]
-        weights = codec.decode(self.options.update_codec, payload, numel, self.options.codec_block)
+        weights = codec.decode(
+            self.options.update_codec, payload, numel, self.options.codec_block, self.buffers.floats(numel)
+        )
         self._desks[fragment].waiting = (version, weights)
         self._hand_over()
 
@@ -154,13 +161,13 @@ class CourierCompute:
         desk = self._desks[push.fragment]
         assert desk.snapshot is not None and desk.base is not None, "a push without a copy to make it from"
         local = self._snapshots.view(desk.snapshot, self.layout.numels[push.fragment])
+        name, block = "float32" if push.full else self.options.push_codec, self.options.codec_block
+        out = self.buffers.take(codec.encoded_bytes(name, local.size, block))
         if push.full:
-            return codec.encode("float32", local, self.options.codec_block)
+            return codec.encode(name, local, block, out)
         if self.options.error_feedback and desk.residual is None:
             desk.residual = np.zeros(local.size, np.float32)
-        return codec.encode_difference(
-            self.options.push_codec, desk.base, local, self.options.codec_block, residual=desk.residual
-        )
+        return codec.encode_difference(name, desk.base, local, block, out, residual=desk.residual)
 
     def close(self) -> None:
         """Let go of the shared memory."""

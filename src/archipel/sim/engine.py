@@ -273,13 +273,16 @@ class Engine:
         heap, pop = self._heap, heapq.heappop
         last = self.handled + events
         while heap and heap[0][0] <= until and self.handled < last:
-            if self.hosts[m.SYNCER].finished is not None and not self._faults:
+            if self._over():
                 break
             self.now, _, work, arguments = pop(heap)
             work(*arguments)
-        if until < NEVER:
+        if until < NEVER and not self._over():
             self.now = max(self.now, until)
         return self
+
+    def _over(self) -> bool:
+        return self.hosts[m.SYNCER].finished is not None and not self._faults
 
     def finish(self, horizon_s: float = 1e6) -> m.Finish:
         """Run until the syncer has finished; return what it said. Fails beyond the horizon."""

@@ -9,6 +9,7 @@ weights, momentum and sums as they were, a merge that does leaves weights and mo
 does not depend on the number of learners.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ class OuterState:
         self.options = options
         self.fragments: tuple[Fragment, ...] = fragments_of(schema, options)
         self.states: list[FragmentState] = []
+        self.room: Callable[[int], np.ndarray] = _fresh  # memory for so many float32 values, of any content
         self._sums: dict[int, merge.Accumulator] = {}
         self._segments = [
             merge.segments(
@@ -81,15 +83,26 @@ class OuterState:
         """Check a push and add it to its round. PayloadError if it may not be merged; then nothing changed."""
         state, numel = self.states[fragment], self.fragments[fragment].numel
         name = "float32" if full else self.options.push_codec
-        values = codec.decode(name, payload, numel, self.options.codec_block, self._scratch[:numel])
-        delta = torch.from_numpy(values)
+        anchored = not full and base == state.version
+        delta = torch.from_numpy(self._decoded(name, payload, numel, changed=not anchored))
         if full:
             torch.sub(state.weights, delta, out=delta)
-        elif base != state.version:
+        elif not anchored:
             delta += self._drift(state, base)
-        sums = self._sums.get(fragment) or merge.start(self._segments[fragment], numel)
+        sums = self._sums.get(fragment) or merge.start(self._segments[fragment], numel, self._tensor)
         merge.fold(sums, delta, weight)
         self._sums[fragment] = sums
+
+    def _decoded(self, name: str, payload: Any, numel: int, *, changed: bool) -> np.ndarray:
+        """Return a push's values: in scratch memory, or where they lie if they need neither decoding nor a change."""
+        if name == "float32" and not changed:
+            view = memoryview(payload)
+            if view.nbytes == 4 * numel > 0 and not view.readonly:
+                return np.frombuffer(view, np.dtype("<f4")).astype(np.float32, copy=False)
+        return codec.decode(name, payload, numel, self.options.codec_block, self._scratch[:numel])
+
+    def _tensor(self, numel: int) -> Tensor:
+        return torch.from_numpy(self.room(numel))
 
     def _drift(self, state: FragmentState, base: int) -> Tensor:
         """Return what the fragment has moved since `base`: Θ − Θ_base."""
@@ -110,6 +123,7 @@ class OuterState:
             lr=options.outer_lr,
             mu=options.outer_momentum,
             nesterov=options.nesterov,
+            out=(self._tensor(delta.numel()), self._tensor(delta.numel())),
         )
         self._average_buffers(fragment, state, delta, weights, momentum)
         if not (outer.finite(weights) and outer.finite(momentum)):
@@ -181,6 +195,10 @@ class OuterState:
                 )
             held = [torch.from_numpy(np.array(a[key], np.float32)) for a in (weights, momentum)]
             self.states.append(FragmentState(version, held[0], held[1]))
+
+
+def _fresh(numel: int) -> np.ndarray:
+    return np.empty(numel, np.float32)
 
 
 def _digest(tensors: Any) -> str:

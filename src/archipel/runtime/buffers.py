@@ -1,0 +1,66 @@
+"""Large buffers that are used again: a fresh one costs a page fault for every page, often more than filling it does.
+
+A part of the runtime beside the transport (measured by `benchmarks/transport.py`): what comes in, what goes out and
+what a merge makes are buffers of a few sizes, over and over. A buffer comes back by itself when nobody refers to it or
+to a view of it any more; so whoever holds one, a transfer that failed half-way included, has nothing to remember.
+
+Invariants: a buffer in use is never given twice; at most `kept` unused ones are held, the rest goes back to the system;
+a buffer is longer than asked for by at most an eighth.
+"""
+
+import threading
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE = 4096
+
+
+class Buffers:
+    """Gives out memory that was used before, where there is some that fits. From any thread."""
+
+    def __init__(self, kept: int) -> None:
+        """`kept`: unused buffers held for whoever asks next."""
+        self._kept = kept
+        self._unused: list[npt.NDArray[np.uint8]] = []  # in the order they came back
+        # Reentrant: the garbage collector may bring one back on a thread that is taking another.
+        self._lock = threading.RLock()
+
+    @property
+    def unused(self) -> int:
+        """Buffers held that nobody uses."""
+        return len(self._unused)
+
+    def take(self, length: int) -> npt.NDArray[np.uint8]:
+        """Return `length` writable bytes of any content."""
+        size = size_class(length)
+        with self._lock:
+            found = next((at for at, block in enumerate(self._unused) if block.size == size), None)
+            block = self._unused.pop(found) if found is not None else None
+        if block is None:
+            block = np.empty(size, np.uint8)
+        # Through a memoryview: numpy lets a view of a view refer to the first array, but no further than this one.
+        lent = np.frombuffer(memoryview(block), np.uint8, length)
+        weakref.finalize(lent, self._give_back, block).atexit = False
+        return lent
+
+    def floats(self, numel: int) -> npt.NDArray[np.float32]:
+        """Return room for `numel` float32 values, of any content."""
+        return self.take(4 * numel).view(np.float32)
+
+    def _give_back(self, block: npt.NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._unused.append(block)
+            if len(self._unused) > self._kept:
+                del self._unused[0]  # the one unused for longest
+
+
+def size_class(length: int) -> int:
+    """Return the bytes to reserve, so that fragments of nearly one length share buffers.
+
+    >>> size_class(5000), size_class(1_000_000)
+    (8192, 1048576)
+    """
+    step = max(PAGE, 1 << max(length.bit_length() - 4, 0))
+    return max(-(-length // step), 1) * step

@@ -1,0 +1,213 @@
+"""A run in virtual time from a TOML file: learners' speeds, links and faults around the real protocol.
+
+Section `[sim]` says what a run's compute and network cost, `[sync]` and the rest are those of a live run. The outcome is
+a tape per worker, as a live run writes them, and what can be read off it. With costs only, tokens are counted and
+nothing is learned; with a port that holds tensors the same run trains (`roles.simulation`).
+
+Invariants: one seed, one tape, byte for byte; a witness watches every record and fails at what must never happen.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from ..chaos.plan import Plan, Weather, draw, load, play
+from ..errors import ConfigError
+from ..protocol import messages as m
+from ..protocol.learner import LearnerMachine
+from ..protocol.schedule import SyncOptions
+from ..protocol.syncer import SyncerMachine, SyncerState
+from ..tape.record import Header, tape_path
+from ..tape.replay import seed_of
+from ..tape.tape import TapeWriter, digest
+from .engine import ComputePort, Engine, EngineOptions, LearnerOptions, Said
+from .network import LinkOptions
+from .witness import Witness
+
+
+class SimOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Section `[sim]`: what compute, network and weather are like."""
+
+    compute: Literal["costs", "tensors"] = "costs"
+    step_s: float = 1.0  # inner step of the fastest learner
+    speed_spread: float = 0.0  # the slowest learner's step is longer by this share, the others evenly between
+    jitter: float = 0.0  # a step's time is uniform within ± this share
+    slow_learner: float = 1.0  # factor on the step time of the last learner
+    tokens: int = 1000  # per step, where costs stand for tensors
+    link: LinkOptions = LinkOptions()  # of every learner
+    slow_link_bytes_per_s: float = 0.0  # of the last learner; 0: like the others
+    fragment_bytes: float = 1e6  # a payload, where costs stand for tensors
+    fold_s: float = 0.0
+    merge_s: float = 0.0
+    faults: str = ""  # fault plan to play
+    weather: Weather = Weather()  # faults drawn from the seed
+    horizon_s: float = 1e7  # a run that is not over by then is given up
+
+
+@dataclass
+class Outcome:
+    """What a simulated run came to. Shares are of compute time or of tokens."""
+
+    engine: Engine
+    witness: Witness
+    plan: Plan
+    complete: bool
+    wall_s: float
+    tape: str = ""
+    tape_digest: str = ""
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of a run, from its ledger and its decisions."""
+        engine, syncer = self.engine, self.engine.syncer
+        table = syncer.ledger.table()
+        consumed = max(table["consumed"], 1)
+        step_s = _median_step_s(engine)
+        participants = [len(workers) for _, _, _, workers in self.witness.merged]
+        ticks = [at for at, _ in self.witness.ticks]
+        return {
+            "complete": self.complete,
+            "ticks": syncer.tick,
+            "rounds": syncer.rounds_merged,
+            "virtual_s": round(engine.now, 6),
+            "goodput": round(_stepping_share(engine), 6),
+            "uptime": round(_uptime(engine), 6),
+            "rounds_per_step": round(syncer.tick / max(engine.now / step_s, 1e-9), 4) if ticks else 0.0,
+            "participants": round(sum(participants) / max(len(participants), 1), 4),
+            "merged_share": round(table["merged"] / consumed, 6),
+            "tokens": {key: value for key, value in table.items() if isinstance(value, int)},
+            "faults": len(self.plan.fault),
+            "events": engine.handled,
+            "events_per_s": round(engine.handled / max(self.wall_s, 1e-9)),
+            "tape": self.tape,
+            "tape_digest": self.tape_digest,
+        }
+
+
+def _median_step_s(engine: Engine) -> float:
+    times = sorted(options.step_s for name, options in engine.learners.items() if engine.roles[name] == "learner")
+    return times[(len(times) - 1) // 2]
+
+
+def _stepping_share(engine: Engine) -> float:
+    """Return the share of all learners' time that they spent in inner steps that were completed."""
+    learners = [name for name, role in engine.roles.items() if role == "learner"]
+    return sum(engine.stepped_s.get(name, 0.0) for name in learners) / max(engine.now * len(learners), 1e-9)
+
+
+def _uptime(engine: Engine) -> float:
+    return engine.any_stepping_s / max(engine.now, 1e-9)
+
+
+@dataclass
+class Tapes:
+    """Writes every worker's tape of a simulated run; `folder` "" writes none."""
+
+    folder: Path
+    run: str
+    settings: dict[str, Any]
+    engine: Engine | None = None
+    _writers: dict[int, TapeWriter] = field(default_factory=dict)  # by the machine's identity
+    _machines: list[m.Machine] = field(default_factory=list)  # kept, so that no identity is used twice
+
+    def record(self, worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
+        """Append a record to the tape of the worker's present process."""
+        assert self.engine is not None
+        machine = self.engine.hosts[worker].machine
+        writer = self._writers.get(id(machine))
+        if writer is None:
+            writer = self._writers[id(machine)] = self._open(worker, machine)
+            self._machines.append(machine)
+        writer.write(now, event, actions)
+
+    def _open(self, worker: str, machine: m.Machine) -> TapeWriter:
+        assert isinstance(machine, LearnerMachine | SyncerMachine) and self.engine is not None
+        state: SyncerState | None = None
+        if isinstance(machine, SyncerMachine):
+            incarnation, role = f"{self.engine.epochs:03d}", m.SYNCER
+            state = self.engine.restored
+        else:
+            incarnation, role = machine.incarnation.replace(".", "-"), machine.role
+        seed = seed_of(machine, state)
+        settings = {**self.settings, **seed} if role == m.SYNCER else seed
+        header = Header(self.run, worker, role, incarnation, 0.0, settings)
+        return TapeWriter(tape_path(self.folder, worker, incarnation), header)
+
+    def close(self) -> None:
+        """End every tape."""
+        for writer in self._writers.values():
+            writer.close("end of the simulation")
+
+
+def simulate(
+    sync: SyncOptions,
+    options: SimOptions,
+    *,
+    seed: int = 0,
+    run: str = "sim",
+    settings: dict[str, Any] | None = None,
+    folder: Path | None = None,
+    make_port: Callable[[str, Said], ComputePort] | None = None,
+    schema: tuple[m.TensorSpec, ...] = (m.TensorSpec("w", (1,)),),
+    watch: Callable[[str, float, m.Event, list[m.Action]], None] | None = None,
+) -> Outcome:
+    """Run to the end, or to the horizon. `settings`: of the whole run; `folder`: where tapes go, None for none."""
+    settings = settings or {"sync": _plain(sync)}
+    witness = Witness(sync)
+    tapes = Tapes(folder, run, settings) if folder is not None else None
+
+    def record(worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
+        witness.record(worker, now, event, actions)
+        if tapes is not None:
+            tapes.record(worker, now, event, actions)
+        if watch is not None:
+            watch(worker, now, event, actions)
+
+    costs = EngineOptions(seed, options.fragment_bytes, options.fold_s, options.merge_s)
+    engine = Engine(
+        sync, costs, run=run, on_record=record, make_port=make_port, schema=schema, settings=settings
+    )
+    if tapes is not None:
+        tapes.engine = engine
+    names = [f"learner-{number}" for number in range(sync.learners)]
+    for number, name in enumerate(names):
+        engine.add(name, _learner(options, number, len(names)))
+    plan = _plan(options, seed, names)
+    play(plan, engine)
+    began = time.perf_counter()
+    engine.run(until=options.horizon_s)
+    outcome = Outcome(engine, witness, plan, engine.complete, time.perf_counter() - began)
+    if tapes is not None and folder is not None:
+        tapes.close()
+        outcome.tape, outcome.tape_digest = str(folder), digest(folder)
+    return outcome
+
+
+def _plain(sync: SyncOptions) -> dict[str, Any]:
+    from msgspec import to_builtins
+
+    return dict(to_builtins(sync))
+
+
+def _learner(options: SimOptions, number: int, count: int) -> LearnerOptions:
+    """Return the costs of learner `number`: the fastest is the first, what is slow is the last."""
+    share = number / (count - 1) if count > 1 else 0.0
+    last = number == count - 1
+    link = options.link
+    if last and options.slow_link_bytes_per_s:
+        link = LinkOptions(link.latency_s, options.slow_link_bytes_per_s, link.notice_death_s, link.notice_cut_s)
+    step_s = options.step_s * (1 + options.speed_spread * share) * (options.slow_learner if last else 1.0)
+    return LearnerOptions(step_s, options.jitter, options.tokens, link=link)
+
+
+def _plan(options: SimOptions, seed: int, names: list[str]) -> Plan:
+    faults = list(load(options.faults).fault) if options.faults else []
+    horizon_s = min(options.horizon_s, 1e6)
+    faults += draw(seed, names, horizon_s, options.weather).fault
+    unknown = {fault.worker for fault in faults} - {*names, m.SYNCER}
+    if unknown:
+        raise ConfigError(f"sim.faults names {sorted(unknown)}; this run has {names} and {m.SYNCER}")
+    return Plan(tuple(sorted(faults, key=lambda fault: fault.at_s)))
