@@ -1,9 +1,10 @@
 """Synthetic learners against a real syncer: what `transport.py` and `memory.py` put their load on it with.
 
-The syncer is `archipel syncer` in its own process, started from given weights. A sender is a learner without a trainer:
-`LearnerMachine`, `Host`, `Client` and tape as in a courier, and numpy buffers in place of shared memory. Its steps cost
-nothing and come when told, so that a round (steps reported, tick closed, pushes pulled, merged, update landed at all)
-is all that is measured. Several senders share a process, one thread of decisions each.
+The syncer is `archipel syncer` in its own process, started from given weights. A sender is a learner without
+a trainer: `LearnerMachine`, `Host`, `Client` and tape as in a courier, and numpy buffers in place of shared
+memory. Its steps cost nothing and come when told, so that a round (steps reported, tick closed, pushes
+pulled, merged, update landed at all) is all that is measured. Several senders share a process, one thread of
+decisions each.
 """
 
 import multiprocessing
@@ -71,7 +72,7 @@ class Load:
         return tuple(m.TensorSpec(f"blocks.{p:04d}.weight", self.shape) for p in range(self.fragments))
 
     def overrides(self) -> list[str]:
-        """Return the run's options: every learner counts, one round in flight, a fragment due at every tick."""
+        """Return the run's options: all learners count, one round in flight, a fragment due at every tick."""
         return [
             "run.name=synthetic", "sync.steps=1000000", "sync.overlap_steps=1",
             "sync.checkpoint_rounds=1000000", f"sync.learners={self.senders}", f"sync.quorum={self.senders}",
@@ -92,8 +93,8 @@ class Syncer:
         config, weights, address = folder / "run.toml", folder / "weights.safetensors", folder / "address"
         config.write_text(dump(load(None, load_.overrides())))
         write_weights(load_, weights)
-        command = [sys.executable, "-m", "archipel", "syncer", str(config), "--out", str(self.out),
-                   "--listen", "127.0.0.1:0", "--address-file", str(address), "--init", str(weights)]  # fmt: skip
+        command = [sys.executable, "-m", "archipel", "syncer", str(config), "--listen", "127.0.0.1:0"]
+        command += ["--out", str(self.out), "--address-file", str(address), "--init", str(weights)]
         command += ["--tls", load_.tls] if load_.tls else []
         log = folder / "syncer.log"
         with log.open("w") as stream:

@@ -1,8 +1,9 @@
 """The reference of `transport.py`: blocking sockets that move the same bytes, and do nothing else.
 
-One connection and one thread for each sender, in the same number of processes, against one server process. A round: each
-sends its upload from a buffer and receives its download into another. Nothing is framed, checked, merged or copied.
-With TLS both ends show certificates of the run's authority, and use the cipher that gRPC uses.
+One connection and one thread for each sender, in the same number of processes, against one server process. A
+round: each sends its upload from a buffer and receives its download into another. Nothing is framed,
+checked, merged or copied. With TLS both ends show certificates of the run's authority, and use the cipher
+that gRPC uses.
 """
 
 import multiprocessing
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-# gRPC's two ends agree on TLS_AES_128_GCM_SHA256. Python's ssl cannot ask for that of TLS 1.3, where it would take the
-# slower AES-256; this is the same record cipher in TLS 1.2.
+# gRPC's two ends agree on TLS_AES_128_GCM_SHA256. Python's ssl cannot ask for that of TLS 1.3, where it would
+# take the slower AES-256; this is the same record cipher in TLS 1.2.
 CIPHER = "ECDHE-ECDSA-AES128-GCM-SHA256"
 
 

@@ -1,9 +1,9 @@
 """Your own model and loop as one learner of a run. Two edits: the `with` line and `learner.step`.
 
-    python examples/own_loop.py --write-init init.safetensors
-    archipel syncer examples/own_loop.toml --init init.safetensors --listen 127.0.0.1:7000
-    python examples/own_loop.py --syncer 127.0.0.1:7000 --name a      # in two more terminals, with two names
-    python examples/own_loop.py --syncer 127.0.0.1:7000 --name b
+python examples/own_loop.py --write-init init.safetensors
+archipel syncer examples/own_loop.toml --init init.safetensors --listen 127.0.0.1:7000
+python examples/own_loop.py --syncer 127.0.0.1:7000 --name a      # in two more terminals, with two names
+python examples/own_loop.py --syncer 127.0.0.1:7000 --name b
 """
 
 import argparse
@@ -17,7 +17,9 @@ import archipel
 def build() -> nn.Module:
     """A classifier of points in the plane, with running statistics to show that they are kept in step too."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    return nn.Sequential(
+        nn.Linear(2, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+    )
 
 
 def batches(shard: int, position: int):

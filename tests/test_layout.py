@@ -28,6 +28,7 @@ OURS = {
         "runtime.checkpoint",
         "runtime.launch",
         "runtime.wire",
+        "sim.scenario",
         "train.options",
     },
 }

@@ -6,7 +6,7 @@ from torch import nn
 
 from .protocol.schedule import SyncOptions
 from .roles.learner import Learner
-from .roles.syncer import save_tensors
+from .roles.result import save_tensors
 from .train.parameters import synchronised
 
 __all__ = ["Learner", "save_weights"]
@@ -16,4 +16,6 @@ def save_weights(model: nn.Module, path: str | Path, options: SyncOptions | None
     """Write the weights that a run of your own model starts from: `archipel syncer run.toml --init PATH`."""
     found = synchronised(model, options or SyncOptions())
     buffers = " ".join(name for name, (_, kind) in found.items() if kind == "buffer")
-    save_tensors({name: tensor.detach().cpu() for name, (tensor, _) in found.items()}, Path(path), {"buffers": buffers})
+    save_tensors(
+        {name: tensor.detach().cpu() for name, (tensor, _) in found.items()}, Path(path), {"buffers": buffers}
+    )

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,13 +16,22 @@ log = logging.getLogger("archipel")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; errors that a person can mend are one line on standard error and exit code 2."""
+    """Run a command and exit: 0 it is done, 1 a run did not reach its end, 2 a person must mend something.
+
+    What must be mended is one line on standard error. 130: interrupted before there was anything to stop.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines about failed handshakes; ours say more
     options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         code = options.command(options)
     except ArchipelError as error:
         print(f"archipel: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"archipel: {error.filename}: {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -80,7 +90,9 @@ def _load(options: argparse.Namespace) -> Any:
 
 
 def _add_demo(commands: Any) -> None:
-    parser = _command(commands, "demo", _demo, "train on this machine for a minute, killing a learner half-way")
+    parser = _command(
+        commands, "demo", _demo, "train on this machine for a minute, killing a learner half-way"
+    )
     parser.add_argument("--learners", type=int, default=3)
     parser.add_argument("--ticks", type=int, default=DEMO_TICKS, help="global steps of the run")
     parser.add_argument("--seed", type=int, default=0)
@@ -92,7 +104,11 @@ def _demo(options: argparse.Namespace) -> int:
     from . import config
     from .roles.fleet import Fleet, Kill, closes
 
-    overrides = [f"sync.learners={options.learners}", f"sync.steps={options.ticks}", f"run.seed={options.seed}"]
+    overrides = [
+        f"sync.learners={options.learners}",
+        f"sync.steps={options.ticks}",
+        f"run.seed={options.seed}",
+    ]
     loaded = config.load(Path(__file__).parent / "demo.toml", overrides)
     victim = f"learner-{options.learners - 1}"
     fleet = Fleet(loaded, _run_folder(options.out, loaded), [Kill(victim, options.ticks // 3)])
@@ -130,9 +146,13 @@ def _add_train(commands: Any) -> None:
     _add_config(parser)
     parser.add_argument("--seed", type=int, default=None, help="the run's seed (run.seed)")
     parser.add_argument("--out", default="", help="run folder; default: a new one under run.out")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest valid checkpoint of --out"
+    )
     parser.add_argument("--init", default="", help="safetensors file of weights to start from")
-    parser.add_argument("--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)")
+    parser.add_argument(
+        "--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
@@ -183,15 +203,22 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument("--syncer", required=True, metavar="HOST:PORT")
     parser.add_argument("--out", default="out/learner", help="folder for tape, journal and metrics")
-    parser.add_argument("--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)")
+    parser.add_argument("--nice", type=int, default=0, help="lower the priority of computing by so much")
+    parser.add_argument(
+        "--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)"
+    )
 
 
 def _add_syncer(commands: Any) -> None:
     parser = _command(commands, "syncer", _syncer, "run a syncer that learners connect to")
     _add_config(parser)
-    parser.add_argument("--listen", default="127.0.0.1:7000", metavar="HOST:PORT", help=":7000 for all interfaces")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:7000", metavar="HOST:PORT", help=":7000 for all interfaces"
+    )
     parser.add_argument("--out", default="out/syncer", help="run folder: tape, checkpoints, result")
-    parser.add_argument("--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)")
+    parser.add_argument(
+        "--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint")
     parser.add_argument("--init", default="", help="safetensors file of weights to start from")
     parser.add_argument("--address-file", default="", help="write the address really bound to this file")
@@ -233,19 +260,21 @@ def _learner(options: argparse.Namespace) -> int:
         tls=options.tls,
         network=loaded.network,
     )
-    train(loaded, learner, threads=options.threads)
+    train(loaded, learner, threads=options.threads, nice=options.nice)
     return 0
 
 
 def _add_evaluator(commands: Any) -> None:
-    parser = _command(commands, "evaluator", _evaluator, "follow a run and measure its merged model's validation loss")
+    parser = _command(
+        commands, "evaluator", _evaluator, "follow a run and measure its merged model's validation loss"
+    )
     _add_worker(parser)
 
 
 def _evaluator(options: argparse.Namespace) -> int:
     from .roles.evaluator import watch
 
-    watch(_load(options), syncer=options.syncer, out=Path(options.out), tls=options.tls)
+    watch(_load(options), syncer=options.syncer, out=Path(options.out), tls=options.tls, nice=options.nice)
     return 0
 
 
@@ -255,11 +284,17 @@ def _evaluator(options: argparse.Namespace) -> int:
 def _add_data(commands: Any) -> None:
     parser = _command(commands, "data", _data, "prepare token files")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    prepare = actions.add_parser("prepare", help="turn text, JSONL, Parquet or a hub data set into a token file")
-    prepare.add_argument("source", help="file, folder, glob, hub data set name, or `python`: the standard library")
+    prepare = actions.add_parser(
+        "prepare", help="turn text, JSONL, Parquet or a hub data set into a token file"
+    )
+    prepare.add_argument(
+        "source", help="file, folder, glob, hub data set name, or `python`: the standard library"
+    )
     prepare.add_argument("out", help="token file to write (.bin)")
     prepare.add_argument("--tokenizer", default="bytes", help="bytes, or a tokenizers JSON file")
-    prepare.add_argument("--train-bpe", type=int, default=0, metavar="ENTRIES", help="train the tokenizer first")
+    prepare.add_argument(
+        "--train-bpe", type=int, default=0, metavar="ENTRIES", help="train the tokenizer first"
+    )
     prepare.add_argument("--field", default="text", help="field of JSONL, column of Parquet")
     prepare.add_argument("--config", default=None, help="configuration of a hub data set")
 
@@ -296,7 +331,19 @@ def _tape(options: argparse.Namespace) -> int:
 
 def _add_simulate(commands: Any) -> None:
     parser = _command(commands, "simulate", _simulate, "run the protocol or a fleet in virtual time")
-    parser.add_argument("--paper", choices=["table1", "gasloc-rounds"], help="a table of the papers, from this simulator")
+    parser.add_argument("config", nargs="?", default=None, help="TOML file of a run; [sim] says what things cost")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one option, as in sim.jitter=0.1",
+    )
+    parser.add_argument("--out", default="", help="run folder for the tapes; default: a new one under run.out")
+    parser.add_argument(
+        "--paper", choices=["table1", "gasloc-rounds"], help="a table of the papers, from this simulator"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
@@ -310,13 +357,34 @@ def _simulate(options: argparse.Namespace) -> int:
         from .sim.rounds import gasloc_rounds
 
         _report(gasloc_rounds(), options.json)
+    elif options.config is None:
+        raise ArchipelError("simulate: give the TOML file of a run, or a table with --paper")
     else:
-        raise ArchipelError("simulate: say which table with --paper")
+        return _simulate_run(options)
     return 0
 
 
+def _simulate_run(options: argparse.Namespace) -> int:
+    from .sim.scenario import Run, simulate
+
+    loaded = _load(options)
+    folder = _run_folder(options.out, loaded)
+    if loaded.sim.compute == "tensors":
+        from .roles.simulation import train_virtually
+
+        outcome, losses = train_virtually(loaded, loaded.sim, seed=options.seed, folder=folder)
+        _report({**outcome.figures(), "losses": losses.points}, options.json)
+    else:
+        run = Run(loaded.sync, loaded.sim, loaded.run.name, options.seed, loaded.data.shards)
+        outcome = simulate(run, folder=folder)
+        _report(outcome.figures(), options.json)
+    return 0 if outcome.complete else 1
+
+
 def _add_plan(commands: Any) -> None:
-    parser = _command(commands, "plan", _plan, "recommend M, K, P, H, overlap and bits for a cluster and its links")
+    parser = _command(
+        commands, "plan", _plan, "recommend M, K, P, H, overlap and bits for a cluster and its links"
+    )
     parser.add_argument("config", nargs="?", default=None, help="TOML file with a [plan] section")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="plan.KEY=VALUE")
     parser.add_argument("--paper", choices=["table13"], help="the paper's bandwidth table, from this model")
@@ -341,9 +409,13 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _add_replay(commands: Any) -> None:
-    parser = _command(commands, "replay", _replay, "replay a run: bit for bit, or the same storm with one thing changed")
+    parser = _command(
+        commands, "replay", _replay, "replay a run: bit for bit, or the same storm with one thing changed"
+    )
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--verify-only", action="store_true", help="only check that decisions follow from events")
+    parser.add_argument(
+        "--verify-only", action="store_true", help="only check that decisions follow from events"
+    )
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -386,7 +458,9 @@ def _progress(records: int) -> None:
 def _add_certs(commands: Any) -> None:
     parser = _command(commands, "certs", _certs, "make a test authority with certificates for a fleet")
     parser.add_argument("directory")
-    parser.add_argument("--host", action="append", default=[], help="name or address the syncer is reached by")
+    parser.add_argument(
+        "--host", action="append", default=[], help="name or address the syncer is reached by"
+    )
 
 
 def _certs(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """One TOML file, one tree of small frozen option classes: load, override, validate.
 
-Each section's class lives beside its owner; nothing below this file reads the whole tree. Rules between sections, and
-warnings that no single class can give, are here.
+Each section's class lives beside its owner; nothing below this file reads the whole tree. Rules between
+sections, and warnings that no single class can give, are here.
 """
 
 import tomllib
@@ -16,6 +16,7 @@ from .protocol.schedule import SyncOptions
 from .runtime.checkpoint import CheckpointOptions
 from .runtime.launch import LaunchOptions
 from .runtime.wire import NetworkOptions
+from .sim.scenario import SimOptions
 from .train.options import DataOptions, EvaluateOptions, ModelOptions, OptimizerOptions, check
 
 MOMENTUM_ROUNDS = 100  # rounds per fragment below which a high outer momentum overshoots (spec, section 1)
@@ -45,6 +46,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     network: NetworkOptions = NetworkOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     launch: LaunchOptions = LaunchOptions()
+    sim: SimOptions = SimOptions()
 
 
 def load(path: str | Path | None, overrides: list[str] | None = None) -> Config:
@@ -79,12 +81,12 @@ def from_tree(tree: dict[str, Any]) -> Config:
 
 
 def from_settings(settings: dict[str, Any]) -> Config:
-    """Return the configuration that a syncer's settings stand for; what is not ours to know is passed over."""
+    """Return the configuration that a syncer's settings stand for; what they hold besides is ignored."""
     return from_tree({key: value for key, value in settings.items() if key in Config.__struct_fields__})
 
 
 def section(path: str | Path | None, name: str, kind: type[T], overrides: list[str]) -> T:
-    """Return the options of one section of a TOML file, with overrides applied, or its defaults without a file."""
+    """Return the options of one section of a TOML file (None: the defaults), with overrides applied."""
     tree = _read(path) if path is not None else {}
     for text in overrides:
         override(tree, text)
@@ -119,7 +121,9 @@ def validate(config: Config) -> None:
     if not config.run.name.strip():
         raise ConfigError("run.name is empty: it tells runs apart; give one")
     if config.checkpoint.keep < 1:
-        raise ConfigError(f"checkpoint.keep={config.checkpoint.keep} must be at least 1: a syncer resumes from them")
+        raise ConfigError(
+            f"checkpoint.keep={config.checkpoint.keep} must be at least 1: a syncer resumes from them"
+        )
     if config.sync.learners > config.data.shards:
         raise ConfigError(
             f"sync.learners={config.sync.learners} exceeds data.shards={config.data.shards}: "
@@ -129,7 +133,15 @@ def validate(config: Config) -> None:
 
 def _broken_rules(sync: SyncOptions) -> list[str]:
     broken = []
-    positive = ("steps", "learners", "quorum", "fragments", "interval_steps", "pulls_max", "checkpoint_rounds")
+    positive = (
+        "steps",
+        "learners",
+        "quorum",
+        "fragments",
+        "interval_steps",
+        "pulls_max",
+        "checkpoint_rounds",
+    )
     for name in positive:
         if getattr(sync, name) < 1:
             broken.append(f"{name}={getattr(sync, name)} must be at least 1")
@@ -150,7 +162,11 @@ def _broken_rules(sync: SyncOptions) -> list[str]:
             f"quorum={sync.quorum} exceeds sync.learners={sync.learners}: no tick could ever close; "
             "lower the quorum or plan for more learners"
         )
-    for name, low, high in (("local_share", 0.0, 1.0), ("outer_momentum", 0.0, 1.0), ("grace_margin", 0.0, 1.0)):
+    for name, low, high in (
+        ("local_share", 0.0, 1.0),
+        ("outer_momentum", 0.0, 1.0),
+        ("grace_margin", 0.0, 1.0),
+    ):
         if not low <= getattr(sync, name) < high:
             broken.append(f"{name}={getattr(sync, name)} must be in [{low}, {high})")
     if not 0 < sync.outer_lr < 100:
@@ -211,4 +227,6 @@ def _toml(value: Any) -> str:
         return msgspec.json.encode(value).decode()  # a JSON string is a TOML basic string
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     return repr(value)

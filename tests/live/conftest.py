@@ -36,7 +36,7 @@ TINY = {
     "optimizer": {"warmup_steps": 10},
     "evaluate": {"every_rounds": 50, "batches": 1, "batch": 4},
 }
-DEADLINE_S = 40.0  # generous: the machine may be busy; a test that passes does not wait for it
+DEADLINE_S = 60.0  # generous: the machine may be busy; a test that passes does not wait for it
 
 
 def descendants(pid: int) -> list[int]:
@@ -96,7 +96,9 @@ class Worker:
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} still runs after {deadline_s} s:\n{self.output[-3000:]}") from None
+            raise AssertionError(
+                f"{self.name} still runs after {deadline_s} s:\n{self.output[-3000:]}"
+            ) from None
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -165,7 +167,12 @@ class Rig:
     # ---- looking ----
 
     def wait(
-        self, holds: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S, *, alive: Worker | None = None
+        self,
+        holds: Callable[[], Any],
+        what: str,
+        deadline_s: float = DEADLINE_S,
+        *,
+        alive: Worker | None = None,
     ) -> Any:
         """Poll until `holds()` is true and return what it returned."""
         deadline = time.monotonic() + deadline_s
@@ -178,9 +185,9 @@ class Rig:
 
     def records(self, worker: str = m.SYNCER) -> list[Record]:
         """Return what a worker's tapes hold so far, oldest process first."""
-        for file in workers(self.out):
-            if file.path not in self._tapes:
-                with contextlib.suppress(TapeError):  # its header is not on disk yet
+        with contextlib.suppress(TapeError):  # no tape yet, or its header is not on disk
+            for file in workers(self.out):
+                if file.path not in self._tapes:
                     self._tapes[file.path] = (file.worker, TapeTail(file.path))
         for name, tape in self._tapes.values():
             if name == worker:

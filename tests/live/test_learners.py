@@ -128,8 +128,8 @@ def test_death_in_the_middle_of_a_push_is_noticed_at_once(rig: Rig, relay: list[
     at_s = time.time()
     doomed.signal(signal.SIGKILL, group=True)
     slow.cut()
-    gone = rig.wait(lambda: gone(rig, "learner-1", at_s), "learner-1 is gone")
-    assert gone - at_s < 1.0
+    gone_at = rig.wait(lambda: gone(rig, "learner-1", at_s), "learner-1 is gone")
+    assert gone_at - at_s < 1.0
     rig.going(3)
     assert not _folded_of_tick(rig, "learner-1", asked)
 
@@ -143,7 +143,9 @@ def _unanswered_pull(rig, learner: str) -> int | None:
             if isinstance(action, m.Send) and action.to == learner and isinstance(action.message, m.Pull):
                 open_since[action.message.tick] = record.t
         match record.event:
-            case m.Received(sender=sender, message=m.Push(tick=tick) | m.Nothing(tick=tick)) if sender == learner:
+            case m.Received(sender=sender, message=m.Push(tick=tick) | m.Nothing(tick=tick)) if (
+                sender == learner
+            ):
                 open_since.pop(tick, None)
     return next((tick for tick, since in open_since.items() if now - since > 0.25), None)
 
@@ -153,7 +155,9 @@ def gone(rig: Rig, learner: str, since: float) -> float | None:
         (
             record.t
             for record in rig.records()
-            if record.t > since and isinstance(record.event, m.Disconnected) and record.event.worker == learner
+            if record.t > since
+            and isinstance(record.event, m.Disconnected)
+            and record.event.worker == learner
         ),
         None,
     )
@@ -190,10 +194,11 @@ def test_own_loop_in_plain_python_joins_trains_and_ends(rig: Rig) -> None:
     rig.config = example.with_suffix(".toml")
     init = rig.folder / "init.safetensors"
     assert rig.start("init", str(example), "--write-init", str(init)).exit_code() == 0
-    syncer = rig.syncer("--init", str(init))
+    syncer = rig.syncer("--init", str(init), "--set", "sync.quorum=2")
     out = rig.out
     learners = [
-        rig.start(name, str(example), "--syncer", rig.address, "--name", name, "--out", str(out)) for name in "ab"
+        rig.start(name, str(example), "--syncer", rig.address, "--name", name, "--out", str(out))
+        for name in "ab"
     ]
     assert [syncer.exit_code(), *(learner.exit_code() for learner in learners)] == [0, 0, 0]
     for learner in learners:

@@ -68,7 +68,9 @@ def _zero_momentum(outer: OuterState) -> str:
     return outer.digest(zeros)
 
 
-def test_resumed_blocking_run_ends_with_the_weights_of_a_straight_one(rig: Rig, tmp_path: Path, tokens) -> None:
+def test_resumed_blocking_run_ends_with_the_weights_of_a_straight_one(
+    rig: Rig, tmp_path: Path, tokens
+) -> None:
     straight = Rig(tmp_path / "straight", tokens)
     # DiLoCo: K = M, P = 1, τ = 0, plain average (two terms add up to the same in either order).
     diloco = {"quorum": 2, "fragments": 1, "interval_steps": 10, "overlap_steps": 0, "merge": "average"}
@@ -77,12 +79,12 @@ def test_resumed_blocking_run_ends_with_the_weights_of_a_straight_one(rig: Rig, 
             each.write(sync={**diloco, "steps": 200})
         syncer = rig.syncer()
         learners = [rig.learner(0), rig.learner(1)]
-        assert straight.facts_of_a_whole_run()["complete"]
-        rig.wait(lambda: 50 < _tick(rig) and _tick(rig) % 10 in (1, 2, 3), "a moment between rounds")
+        rig.wait(lambda: _tick(rig) > 50 and _tick(rig) % 10 in (1, 2, 3), "a moment between rounds")
         syncer.signal(signal.SIGTERM)
         syncer.exit_code()
         stopped = rig.facts()
         assert 50 < stopped["tick"] < 200
+        assert straight.facts_of_a_whole_run()["complete"]  # meanwhile the learners wait for their syncer
         resumed = rig.syncer("--resume")
         assert [resumed.exit_code(), *(learner.exit_code() for learner in learners)] == [0, 0, 0]
         for digest in ("digest", "momentum_digest", "versions"):
@@ -160,7 +162,8 @@ def test_learner_of_another_run_or_model_is_refused_with_what_differs(busy: Rig,
     script.write_text(
         "import torch, archipel, sys\n"
         "model = torch.nn.Linear(3, 3)\n"
-        f"with archipel.Learner(model, None, syncer={busy.address!r}, out={str(tmp_path)!r}, name='odd'): pass\n"
+        f"there = dict(syncer={busy.address!r}, out={str(tmp_path)!r}, name='odd')\n"
+        "with archipel.Learner(model, None, **there): pass\n"
     )
     odd = busy.start("odd", str(script))
     assert stranger.exit_code() == 2 and odd.exit_code() == 1
@@ -174,7 +177,12 @@ def test_garbage_and_pickles_change_nothing(busy: Rig, tmp_path: Path) -> None:
     bait = tmp_path / "executed"
     host, port = busy.address.split(":")
     bomb = pickle.dumps(_Bomb(str(bait)))
-    for data in (os.urandom(1 << 16), bomb, b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bomb):
+    for data in (
+        os.urandom(1 << 16),
+        bomb,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bomb,
+    ):
         with socket.create_connection((host, int(port)), timeout=5.0) as visitor:
             visitor.sendall(data)
     for message in (bomb, b"\xc1", msgspec.msgpack.encode([{}, ["Push", 1]]), os.urandom(300)):

@@ -42,12 +42,19 @@ def test_interrupted_run_stops_in_order_and_resume_goes_on(rig: Rig) -> None:
 
 
 def test_killed_syncer_is_revived_and_a_killed_launcher_leaves_nobody(rig: Rig) -> None:
+    rig.write(evaluate={"every_rounds": 4})
     run = rig.archipel("train", "train", str(rig.config), "--out", str(rig.out))
     rig.wait(lambda: rig.folds("learner-0") >= 2, "learner-0 takes part", 60.0)
     syncer = next(pid for pid in mentioning("--address-file") if pid in mentioning(str(rig.out)))
     os.kill(syncer, signal.SIGKILL)
     folds = rig.folds("learner-0")
     rig.wait(lambda: rig.folds("learner-0") >= folds + 2, "rounds go on", 60.0)
+    evaluations = (rig.out / "metrics.jsonl").read_text().count("validation")
+    rig.wait(
+        lambda: (rig.out / "metrics.jsonl").read_text().count("validation") >= evaluations + 2,
+        "the evaluator goes on",
+    )
+    assert len(list((rig.out / "tape").glob("evaluator.*"))) == 1  # it was never restarted
     assert any(record.i == 0 and record.t > 0 for record in rig.records()[1:])  # a second tape
     run.signal(signal.SIGKILL)
     run.exit_code()

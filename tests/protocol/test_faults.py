@@ -5,14 +5,16 @@ figures in test_figures.py, those that are stories in scenarios/, random ones in
 Each names its row.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from archipel.protocol import messages as m
 from archipel.protocol.schedule import SyncOptions
-from archipel.sim.engine import Engine, LearnerOptions
+from archipel.sim.engine import Engine
 from archipel.sim.network import LinkOptions
+from archipel.sim.ports import LearnerOptions
 from archipel.sim.witness import Witness
 
 
@@ -54,7 +56,7 @@ class Run:
 
     def pauses(self, since: float = 0.0) -> list[float]:
         times = [at for at, *_ in self.witness.merged if at >= since]
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(times)]
 
 
 # ---- A. membership, quorum, waiting ----

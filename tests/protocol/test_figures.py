@@ -11,8 +11,9 @@ import pytest
 
 from archipel.protocol import messages as m
 from archipel.protocol.schedule import SyncOptions
-from archipel.sim.engine import Engine, LearnerOptions
+from archipel.sim.engine import Engine
 from archipel.sim.network import LinkOptions
+from archipel.sim.ports import LearnerOptions
 from archipel.sim.witness import Witness
 
 MEDIAN_S = 1.077  # lower median of the eight

@@ -205,8 +205,8 @@ class Tracked:
 def test_random_lives_close_token_by_token(seed: int) -> None:
     tracked = Tracked(random.Random(seed))
     tracked.begin()
-    acts = [tracked.step, tracked.step, tracked.ask, tracked.accept, tracked.merge, tracked.fail, tracked.land,
-            tracked.leave_for_a_while, tracked.come_back, tracked.come_back]  # fmt: skip
+    acts = [tracked.step, tracked.step, tracked.ask, tracked.accept, tracked.merge, tracked.fail]
+    acts += [tracked.land, tracked.leave_for_a_while, tracked.come_back, tracked.come_back]
     for _ in range(80):
         tracked.rng.choice(acts)()
         if tracked.rng.random() < 0.03:

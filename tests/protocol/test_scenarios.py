@@ -16,8 +16,9 @@ import pytest
 
 from archipel.protocol import messages as m
 from archipel.protocol.schedule import SyncOptions
-from archipel.sim.engine import Engine, EngineOptions, LearnerOptions
+from archipel.sim.engine import Engine
 from archipel.sim.network import LinkOptions
+from archipel.sim.ports import EngineOptions, LearnerOptions
 from archipel.sim.witness import Witness
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))

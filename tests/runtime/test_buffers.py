@@ -1,4 +1,4 @@
-"""Buffers that come back by themselves, and never while anybody can still see them."""
+"""Buffers come back by themselves, and never while anybody can still see them."""
 
 import gc
 import threading

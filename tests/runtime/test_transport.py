@@ -721,3 +721,12 @@ def test_a_worker_that_does_not_read_is_cut_off(stranger: Any) -> None:
         while not sink.said("disconnected"):
             server.send("deaf", bytes(100_000))
         assert "control frames wait unread" in sink.wait("disconnected", "deaf")[2]
+
+
+def test_a_client_that_hangs_up_comes_back() -> None:
+    with serving() as (_, server_sink, address), client_of(address) as (client, sink):
+        sink.wait("connected")
+        client.reconnect("to try again")
+        sink.wait("disconnected", "to try again")
+        sink.wait("connected", count=2)
+        server_sink.wait("connected", "learner-0", count=2)

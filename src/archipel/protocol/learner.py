@@ -84,6 +84,15 @@ class LearnerMachine:
     spoke_at: float = 0.0
     alarm_at: float = -1.0
 
+    @property
+    def schedule_tick(self) -> int:
+        """The global tick that a step's learning rate follows.
+
+        At τ = 0 every step counts once, at a tick of its own: that one, whether or not it is closed yet, so
+        that the learning rate does not depend on when the news of a closed tick arrives.
+        """
+        return self.tick if self.options.overlap_steps else self.tick + self.lead.credit
+
     def handle(self, now: float, event: m.Event) -> list[m.Action]:
         """Return what to do about the event. Nothing happens any more once the machine has finished."""
         if self.state == "finished":

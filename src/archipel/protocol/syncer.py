@@ -167,6 +167,7 @@ class SyncerMachine:
         )
         if not plausible:
             return self._ignore(member.name, progress, f"impossible counts step={progress.step}")
+        steps = progress.step - member.step
         member.step, member.tokens = progress.step, progress.tokens
         self.ledger.reported(member.name, progress.tokens)
         self.roster.positions[member.name] = member.start + progress.tokens
@@ -174,7 +175,7 @@ class SyncerMachine:
         member.step_s.add(progress.step_s)
         if member.live:
             member.reports += 1
-            member.credit = min(member.credit + 1, self.options.credit_max)
+            member.credit = min(member.credit + steps, self.options.credit_max)
         return []
 
     def _landed(self, now: float, member: Member, landed: m.Landed) -> list[m.Action]:

@@ -1,7 +1,8 @@
 """The courier process: a learner's network, clock, tape and heartbeats, beside its trainer.
 
-`python -m archipel.roles.courier --fd N --parent PID ...`, started by `roles.trainer`. It imports no torch, so that it
-starts fast and a long inner step starves nobody; it dies with its trainer, and the trainer notices when it dies.
+`python -m archipel.roles.courier --fd N --parent PID ...`, started by `roles.trainer`. It imports no torch,
+so that it starts fast and a long inner step starves nobody; it dies with its trainer, and the trainer notices
+when it dies.
 """
 
 import argparse
@@ -68,7 +69,7 @@ class Courier:
         self.tape = tape
         self.host = Host(machine, self, tape, name=arguments.name)
         self.compute = CourierCompute(channel, self._happened)
-        security = load(Path(arguments.tls), "client") if arguments.tls else None
+        security = load(arguments.tls, _certificate(arguments)) if arguments.tls else None
         options = msgspec.json.decode(arguments.network, type=NetworkOptions)
         self.client = Client(
             self, options, address=arguments.syncer, worker=arguments.name, run="", security=security
@@ -92,7 +93,11 @@ class Courier:
     def allocate(self, message: bytes, length: int) -> memoryview:
         update = decode_envelope(message).message
         layout, options = self.compute.layout, self.compute.options
-        if not isinstance(update, m.Update) or layout is None or not 0 <= update.fragment < len(layout.numels):
+        if (
+            not isinstance(update, m.Update)
+            or layout is None
+            or not 0 <= update.fragment < len(layout.numels)
+        ):
             raise PayloadError(f"a payload of {length} bytes nobody waits for")
         numel = layout.numels[update.fragment]
         expected = codec.encoded_bytes(options.update_codec, numel, options.codec_block)
@@ -137,11 +142,7 @@ class Courier:
 
     def tell_tick(self) -> None:
         """Keep the trainer's view of the global step current."""
-        tick = self.machine.tick
-        if self.machine.options.overlap_steps == 0:
-            # Every step counts once, at a tick of its own: that one, whether or not it is closed yet. So the
-            # learning rate does not depend on when the news of a closed tick arrives.
-            tick += self.machine.lead.credit
+        tick = self.machine.schedule_tick
         if tick != self._told_tick:
             self._told_tick = tick
             with contextlib.suppress(WorkerDied):
@@ -187,6 +188,11 @@ class Courier:
             os._exit(1)
         finally:
             drained.set()
+
+
+def _certificate(arguments: argparse.Namespace) -> str:
+    """Return whose certificate to show: the worker's own, or the one that learners share."""
+    return arguments.name if (Path(arguments.tls) / f"{arguments.name}.pem").exists() else "learner"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,10 +1,11 @@
 """The evaluator process: validation loss of the merged model, at no cost to the learners.
 
-It joins as an observer: it is sent every update, is never counted and never pulled from. It evaluates the initial
-weights, then whenever `evaluate.every_rounds` more rounds have been merged, then the final weights, each time on the
-same batches.
+It joins as an observer: it is sent every update, is never counted and never pulled from. It evaluates the
+initial weights, then whenever `evaluate.every_rounds` more rounds have been merged, then the final weights,
+each time on the same batches.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from .learner import Learner, Metrics, Parting, StopFlag, agreed, load_data
 WAIT_S = 0.2
 
 
-def watch(config: Config, *, syncer: str, out: Path, tls: str = "") -> None:
+def watch(config: Config, *, syncer: str, out: Path, tls: str = "", nice: int = 0) -> None:
     """Evaluate until the run is done, writing lines of kind "validation" to `metrics.jsonl`."""
     torch.set_num_threads(1)
     observer = Learner(
@@ -33,6 +34,7 @@ def watch(config: Config, *, syncer: str, out: Path, tls: str = "") -> None:
         stopped=StopFlag(),
     )
     settings = observer.connect()
+    os.nice(nice)
     with Parting(observer):
         if not observer.done:
             _watch(agreed(config, settings), observer)

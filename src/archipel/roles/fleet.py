@@ -1,8 +1,8 @@
 """A whole run on one machine: a syncer, M learners and an evaluator as processes, watched from here.
 
-The launcher's process owns no protocol: it starts the same programs that `archipel syncer` and `archipel learner`
-start, follows the syncer's tape for the view, kills whom a plan says, starts a syncer that was killed again from its
-newest checkpoint, and sums the run up when the syncer has ended.
+The launcher's process owns no protocol: it starts the same programs that `archipel syncer` and `archipel
+learner` start, follows the syncer's tape for the view, kills whom a plan says, starts a syncer that was
+killed again from its newest checkpoint, and sums the run up when the syncer has ended.
 """
 
 import contextlib
@@ -28,6 +28,8 @@ from ..train.data import read_journal
 
 START_S_MAX = 60.0  # for the syncer to listen
 POLL_S = 0.1
+# Where trainers share cores with syncer and couriers, a report or an update must not wait for a step to end.
+LEARNER_NICE, EVALUATOR_NICE = 5, 10
 EVALUATION_S_MAX = 60.0  # for the last evaluation after the run has ended
 
 
@@ -80,7 +82,9 @@ class Fleet:
 
     # ---- starting ----
 
-    def _program(self, name: str, command: list[str], *, threads: int = 1, restart: bool = True) -> WorkerProgram:
+    def _program(
+        self, name: str, command: list[str], *, threads: int = 1, restart: bool = True
+    ) -> WorkerProgram:
         argv = (sys.executable, "-m", "archipel", *command, "--out", str(self.out))
         if self.tls:
             argv += ("--tls", self.tls)
@@ -113,8 +117,10 @@ class Fleet:
         for number in range(learners):
             name = f"learner-{number}"
             command = ["learner", str(self.out / "config.toml"), "--syncer", address, "--name", name]
+            command += ["--nice", str(LEARNER_NICE)]
             launcher.start(self._program(name, command, threads=threads))
         command = ["evaluator", str(self.out / "config.toml"), "--syncer", address]
+        command += ["--nice", str(EVALUATOR_NICE)]
         launcher.start(self._program("evaluator", command))
 
     # ---- watching ----
@@ -267,7 +273,9 @@ def _records(out: Path) -> Iterator[Record]:
 def _read_facts(out: Path) -> dict[str, Any]:
     path = out / "syncer.json"
     if not path.exists():
-        raise WorkerDied(f"the syncer left no result: see {out}/logs/syncer.log; --resume goes on from its checkpoint")
+        raise WorkerDied(
+            f"the syncer left no result: see {out}/logs/syncer.log; --resume goes on from its checkpoint"
+        )
     facts: dict[str, Any] = msgspec.json.decode(path.read_bytes())
     return facts
 
@@ -275,7 +283,8 @@ def _read_facts(out: Path) -> dict[str, Any]:
 def consumed_by_data(out: Path, facts: dict[str, Any], fragments: int) -> int:
     """Return the tokens that the learners' data streams drew, once per fragment, by their journals.
 
-    A learner that died and never came back may have drawn more than it reported: that is added to its lost tokens.
+    A learner that died and never came back may have drawn more than it reported: that is added to its lost
+    tokens.
     """
     drawn = 0
     tokens = facts.get("tokens", {})

@@ -1,5 +1,6 @@
-"""A learner as a training script sees it: the wrap around a user's loop, and the process with a built-in model."""
+"""A learner as a training script sees it: the wrap around a user's loop; the built-in model's process."""
 
+import logging
 import os
 import secrets
 import signal
@@ -24,6 +25,8 @@ from ..train import data, loop, models, optim
 from ..train.data import read_journal
 from .trainer import Trainer
 
+log = logging.getLogger("archipel")
+
 
 class Learner:
     """One learner of a run: joins it, and keeps a training loop in step with it without ever blocking it.
@@ -35,12 +38,12 @@ class Learner:
                 learner.step(tokens=batch.numel())
                 if learner.done: break
 
-    Entering waits until the run's settings and weights are adopted, for as long as it takes. A process of its own
-    (the courier) does all the networking. Raises JoinRefused when the syncer turns the learner away, WorkerDied when
-    the courier is gone.
+    Entering waits until the run's settings and weights are adopted, for as long as it takes. A process of its
+    own (the courier) does all the networking. Raises JoinRefused when the syncer turns the learner away,
+    WorkerDied when the courier is gone.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is one thing a user may say, by name)
         self,
         model: nn.Module,
         optimizer: Any,
@@ -57,14 +60,16 @@ class Learner:
     ) -> None:
         """syncer: "host:port". name: unique in the run; the same name continues its shard of the data.
 
-        run: refuse any other run. out: folder for the tape and, with `archipel.train.data`, the data journal. tls:
-        folder made by `archipel certs`. scheduler: a torch scheduler that counts steps; it follows the run's tick.
-        stopped: asked while waiting and after each step; a reason makes the learner `done`.
+        run: refuse any other run. out: folder for the tape and, with `archipel.train.data`, the data journal.
+        tls: folder made by `archipel certs`. scheduler: a torch scheduler that counts steps; it follows the
+        run's tick. stopped: asked while waiting and after each step; a reason makes the learner `done`.
         """
         self.model, self.optimizer = model, optimizer
         self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
         if self.name == SYNCER or Path(self.name).name != self.name:
-            raise ConfigError(f"worker name {self.name!r}: files are named after it; use no slash, and not 'syncer'")
+            raise ConfigError(
+                f"worker name {self.name!r}: files are named after it; use no slash, and not 'syncer'"
+            )
         self.out = Path(out)
         self.stopped = stopped
         self._scheduler = scheduler
@@ -128,9 +133,10 @@ class Learner:
         return self._trainer
 
     def step(self, tokens: int) -> None:
-        """Say that one optimizer step over `tokens` tokens is done; let updates land. Never waits for the network.
+        """Say that an optimizer step over `tokens` tokens is done; let updates land. Never blocks.
 
-        Call it once per optimizer step: with gradient accumulation after the last micro-batch, with their sum.
+        Call it once per optimizer step: with gradient accumulation after the last micro-batch, with their
+        sum.
         """
         if tokens < 0:
             raise ConfigError(f"learner.step(tokens={tokens}): a step consumes no negative number of tokens")
@@ -216,19 +222,23 @@ def load_data(config: Config, settings: dict[str, Any]) -> data.TokenData | data
     theirs = settings.get("data_digest", "")
     if theirs and corpus.digest != theirs:
         raise DataError(
-            f"the data here has the digest {corpus.digest}, the run's {theirs}: shards of different data would "
-            "overlap; copy the run's token file here and name it with data.path (the default corpus is the text of "
-            "this Python's standard library, and differs between its versions)"
+            f"the data here has the digest {corpus.digest}, the run's {theirs}: shards of different data "
+            "would overlap; copy the run's token file here and name it with data.path (the default corpus, "
+            "the text of this Python's standard library, differs between its versions)"
         )
     return corpus
 
 
-def train(config: Config, learner: Learner, *, threads: int = 0) -> None:
-    """Join the run, build its model, and train on this learner's shard until the run is done or SIGTERM comes."""
+def train(config: Config, learner: Learner, *, threads: int = 0, nice: int = 0) -> None:
+    """Join the run, build its model, and train on this learner's shard until told to stop.
+
+    nice: how far to stand back, without the courier, for whoever shares the cores.
+    """
     if threads:
         torch.set_num_threads(threads)
     learner.stopped = StopFlag()
     settings = learner.connect()
+    os.nice(nice)
     with Parting(learner):
         if not learner.done:
             _train(agreed(config, settings), learner)
@@ -267,7 +277,7 @@ class Parting:
 
 
 class StopFlag:
-    """Returns why to stop once SIGTERM or Ctrl-C came: the step under way ends, then the learner says goodbye.
+    """Returns why to stop once SIGTERM or Ctrl-C came: the step under way still ends in order.
 
     A second signal does what it does without us.
     """
@@ -303,8 +313,11 @@ class Metrics:
     def write(self, **values: Any) -> None:
         """Append one line now."""
         line = msgspec.json.encode({"time": time.time(), "worker": self._learner.name, **values}) + b"\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:  # a full disk is no reason to stop training
+            log.warning("metrics not written path=%s reason=%r", self._path, str(error))

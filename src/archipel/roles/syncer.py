@@ -1,7 +1,8 @@
 """The syncer process: the machine, a server, one thread for tensors and one for checkpoints.
 
-The machine's thread decides and sends; the tensor thread folds and merges in the order asked and posts the outcome;
-checkpoints are written from values that later merges replace but do not change, so that no round waits for a disk.
+The machine's thread decides and sends; the tensor thread folds and merges in the order asked and posts the
+outcome; checkpoints are written from values that later merges replace but do not change, so that no round
+waits for a disk.
 """
 
 import logging
@@ -35,6 +36,7 @@ from ..train import data, models
 from ..train.compute import FragmentState, OuterState
 from ..train.options import ModelOptions, fit
 from ..train.parameters import schema_of, synchronised
+from .result import conclude
 
 log = logging.getLogger("archipel")
 
@@ -212,10 +214,11 @@ class SyncerRole:
     # ---- life ----
 
     def run(self) -> m.Finish:
-        """Serve until the machine finishes; then let the last words leave and the last checkpoint be written."""
+        """Serve until the machine finishes; let its last words leave and its last checkpoint be written."""
         assert self.server is not None
         for thread in self._threads:
             thread.start()
+        self.host.post(m.Woke())  # the machine's first word: it saves, and says whom it waits for
         finish = self.host.run()
         self._work.put(None)
         self._saves.put(None)
@@ -347,7 +350,9 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
     else:
         state = restore(machine, outer, found)
         log.info("resumed path=%s tick=%d digest=%s", found.path.name, machine.tick, outer.digest())
-    role = SyncerRole(machine, outer, _tape(config, opening.out, seed_of(machine, state), _sizes(outer)), directory)
+    role = SyncerRole(
+        machine, outer, _tape(config, opening.out, seed_of(machine, state), _sizes(outer)), directory
+    )
     role.keep = config.checkpoint.keep
     role.server = _listen(role, config, opening)
     return role
@@ -402,7 +407,7 @@ def _listen(role: SyncerRole, config: configuration.Config, opening: Opening) ->
 
 
 def serve(config: configuration.Config, opening: Opening) -> m.Finish:
-    """Run a syncer to its end: SIGTERM and Ctrl-C save and stop. Leaves `syncer.json` and the merged model."""
+    """Run a syncer to its end; SIGTERM and Ctrl-C save and stop. Leaves `syncer.json` and the model."""
     opening.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # several threads only spin against the learners' (docs/guide.md)
     with checkpoint.lease(opening.out):
@@ -410,72 +415,6 @@ def serve(config: configuration.Config, opening: Opening) -> m.Finish:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda n, _: role.host.post(m.StopRequested(signal.Signals(n).name)))
         finish = role.run()
-        conclude(role, opening.out, finish)
+        states = role.saved.states if role.saved is not None else role.outer.states
+        conclude(role.machine, role.outer, states, out=opening.out, finish=finish)
     return finish
-
-
-def conclude(role: SyncerRole, out: Path, finish: m.Finish) -> None:
-    """Write what a finished syncer knows: digests, versions, the ledger; and the merged model.
-
-    Both are those of its last checkpoint: a merge that ended after it is no part of the run.
-    """
-    machine = role.machine
-    states = role.saved.states if role.saved is not None else role.outer.states
-    facts = {
-        "reason": finish.reason,
-        "complete": finish.complete,
-        "tick": machine.tick,
-        "rounds": machine.rounds_merged,
-        "versions": [state.version for state in states],
-        "epoch": machine.epoch,
-        "digest": role.outer.digest(states),
-        "momentum_digest": role.outer.momentum_digest(states),
-        "tokens": machine.ledger.table(),
-        "ledger_closes": machine.ledger.closes(),
-        "positions": machine.state().positions,
-    }
-    path = out / "syncer.json"
-    path.with_suffix(".tmp").write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
-    path.with_suffix(".tmp").rename(path)
-    tensors = {name: torch.from_numpy(array) for name, array in role.outer.tensors(states).items()}
-    export(tensors, configuration.from_settings(machine.settings).model, out / "model")
-
-
-def export(tensors: dict[str, torch.Tensor], options: ModelOptions, folder: Path) -> None:
-    """Write the merged model for `from_pretrained`; weights of a user's own model as plain tensors."""
-    try:
-        models.export(completed(tensors, options), options, folder)
-    except ModelError as error:
-        # Weights of a user's own model (--init): archipel cannot name its architecture.
-        log.info("exported as plain tensors reason=%r", str(error))
-        folder.mkdir(exist_ok=True)
-        save_tensors(tensors, folder / "weights.safetensors")
-
-
-def completed(tensors: dict[str, torch.Tensor], options: ModelOptions) -> dict[str, torch.Tensor]:
-    """Return the merged tensors, and those that are not synchronised as the run's seed made them.
-
-    ModelError if they are not of the model that the options describe.
-    """
-    if not options.vocabulary and options.kind != "vit":
-        raise ModelError("model.vocabulary is unknown")
-    model = models.build(options)
-    try:
-        found = model.load_state_dict(tensors, strict=False)
-    except RuntimeError as error:
-        raise ModelError(f"the tensors are of another model than [model] says: {error}") from None
-    if found.unexpected_keys:
-        raise ModelError(f"[model] has no tensor {found.unexpected_keys[0]!r}")
-    local = [name for name in found.missing_keys if name in dict(model.named_parameters())]
-    if local:
-        log.warning("not synchronised, exported as they began tensors=%d first=%s", len(local), local[0])
-    return dict(model.state_dict())
-
-
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors by name to a safetensors file, atomically."""
-    from safetensors.torch import save_file
-
-    temporary = path.with_suffix(".tmp")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
-    temporary.rename(path)

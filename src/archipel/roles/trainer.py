@@ -1,11 +1,12 @@
 """The training process's half of a learner: copies out, updates in, at one known line (DESIGN.md, section 1).
 
-`Trainer.step` is all that runs in a user's loop. It touches shared memory and one local socket, never the network:
-at the end of an inner step it copies the fragments that can be asked for next, says that the step is done, lets the
-updates land that wait, and returns. It waits only where the run's settings say so (τ = 0, `max_lead_steps`).
+`Trainer.step` is all that runs in a user's loop. It touches shared memory and one local socket, never the
+network: at the end of an inner step it copies the fragments that can be asked for next, says that the step is
+done, lets the updates land that wait, and returns. It waits only where the run's settings say so (τ = 0,
+`max_lead_steps`).
 
-Invariants: a snapshot is taken before anything is applied; where a step may have to be waited after, it is: the
-courier has then said so before the next one begins.
+Invariants: a snapshot is taken before anything is applied; where a step may have to be waited after, it is:
+the courier has then said so before the next one begins.
 """
 
 import logging
@@ -217,7 +218,7 @@ class Trainer:
             case frames.Halt(reason=reason, complete=complete):
                 self.done, self.reason = True, reason
                 if not complete:
-                    raise JoinRefused(f"the syncer turned this worker away: {reason}")
+                    raise JoinRefused(f"this worker cannot take part in the run: {reason}")
 
     def _died(self) -> WorkerDied:
         try:

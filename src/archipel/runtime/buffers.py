@@ -1,11 +1,12 @@
-"""Large buffers that are used again: a fresh one costs a page fault for every page, often more than filling it does.
+"""Large buffers that are used again: a fresh one costs its page faults, often more than filling it does.
 
-A part of the runtime beside the transport (measured by `benchmarks/transport.py`): what comes in, what goes out and
-what a merge makes are buffers of a few sizes, over and over. A buffer comes back by itself when nobody refers to it or
-to a view of it any more; so whoever holds one, a transfer that failed half-way included, has nothing to remember.
+A part of the runtime beside the transport (measured by `benchmarks/transport.py`): what comes in, what goes
+out and what a merge makes are buffers of a few sizes, over and over. A buffer comes back by itself when
+nobody refers to it or to a view of it any more; so whoever holds one, a transfer that failed half-way
+included, has nothing to remember.
 
-Invariants: a buffer in use is never given twice; at most `kept` unused ones are held, the rest goes back to the system;
-a buffer is longer than asked for by at most an eighth.
+Invariants: a buffer in use is never given twice; at most `kept` unused ones are held, the rest goes back to
+the system; a buffer is longer than asked for by at most an eighth.
 """
 
 import threading
@@ -40,7 +41,7 @@ class Buffers:
             block = self._unused.pop(found) if found is not None else None
         if block is None:
             block = np.empty(size, np.uint8)
-        # Through a memoryview: numpy lets a view of a view refer to the first array, but no further than this one.
+        # Through a memoryview: a view of a view refers to the first array, and here that is this one.
         lent = np.frombuffer(memoryview(block), np.uint8, length)
         weakref.finalize(lent, self._give_back, block).atexit = False
         return lent

@@ -1,11 +1,11 @@
-"""The courier's side of a learner's compute port: shared memory in, encoded payloads out, and back (no torch).
+"""The courier's side of a learner's compute port: shared memory in, encoded payloads out, and back.
 
-It holds, for each fragment, the weights of the version the trainer works from (the base of the outer gradient), the
-newest copy the trainer made, and the newest update that waits for a slot. The trainer owns no socket, the network no
-tensor; this is where bytes become one or the other.
+It holds, for each fragment, the weights of the version the trainer works from (the base of the outer
+gradient), the newest copy the trainer made, and the newest update that waits for a slot. The trainer owns no
+socket, the network no tensor; this is where bytes become one or the other. No torch.
 
-Invariants: the base is the version that landed last, rounded as the trainer rounds it, so that a bfloat16 learner does
-not push its own rounding error; an update that waits gives way to a newer one.
+Invariants: the base is the version that landed last, rounded as the trainer rounds it, so that a bfloat16
+learner does not push its own rounding error; an update that waits gives way to a newer one.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from ..protocol.schedule import SyncOptions, options_of
 from . import frames
 from .buffers import Buffers
 from .shared import Channel, Region, SlotPool
-
 
 BUFFERS_KEPT = 3  # a push that leaves, an update that comes in, and one that has just landed
 

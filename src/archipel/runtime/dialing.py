@@ -160,6 +160,12 @@ class Client:
                 return
         self._finish(upload, "the client is stopped")
 
+    def reconnect(self, reason: str) -> None:
+        """Hang up. The sink hears of it, and the next attempt follows after the usual pause."""
+        link = self._link
+        if link is not None:
+            link.cut(reason)
+
     def stop(self, grace_s: float = 2.0) -> None:
         """Let what is queued leave for at most `grace_s`, then disconnect. Not from a sink's callback."""
         deadline = time.monotonic() + grace_s

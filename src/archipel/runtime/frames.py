@@ -1,10 +1,11 @@
 """What a trainer and its courier say to each other over the channel between them (DESIGN.md, section 1).
 
-Trainer to courier: `Ready`, `Stepped`, `Wrote`, `Ended`. Courier to trainer: the rest. Tensors never travel here: a
-frame names a slot of the shared region. Each slot has one owner at a time, and a frame that names it passes it on.
+Trainer to courier: `Ready`, `Stepped`, `Wrote`, `Ended`. Courier to trainer: the rest. Tensors never travel
+here: a frame names a slot of the shared region. Each slot has one owner at a time, and a frame that names it
+passes it on.
 
-Invariant: frames of one direction are handled in the order sent, so that what the courier knows of snapshots and
-landings is exactly what the trainer did, step by step.
+Invariant: frames of one direction are handled in the order sent, so that what the courier knows of snapshots
+and landings is exactly what the trainer did, step by step.
 """
 
 from typing import Any, Literal
@@ -37,9 +38,7 @@ class Layout(Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Size of the region."""
-        return max(
-            ALIGNMENT, self.updates_offset + SlotPool.bytes_needed(self.update_slots, self.slot_numel)
-        )
+        return max(ALIGNMENT, self.updates_offset + SlotPool.bytes_needed(self.update_slots, self.slot_numel))
 
 
 class Frame(Struct, frozen=True, tag=True, array_like=True):
@@ -169,5 +168,5 @@ def paced(options: SyncOptions) -> bool:
 
 def layout(numels: tuple[int, ...], overlap_steps: int) -> Layout:
     """Return a layout with room for the copies of two steps and one more, and for the updates in flight."""
-    watched = min(len(numels), overlap_steps + 1)
+    watched = min(len(numels), 2 * overlap_steps + 1)  # what may be pulled next, and what was pulled already
     return Layout(numels, snapshot_slots=2 * watched + 1, update_slots=min(len(numels), overlap_steps + 2))

@@ -1,10 +1,10 @@
 """Drives one machine live: an inbox of events, the wall clock, the tape, the network (DESIGN.md, section 1).
 
-Threads of the network, the compute port and signals only `post`; one thread runs the machine. For each event: the
-machine decides, the record goes to the tape, and only then do its actions take effect.
+Threads of the network, the compute port and signals only `post`; one thread runs the machine. For each event:
+the machine decides, the record goes to the tape, and only then do its actions take effect.
 
-Invariants: `now` never decreases and is comparable with other hosts' wall clocks; an action that names a payload
-is carried out in the order the machine gave it.
+Invariants: `now` never decreases and is comparable with other hosts' wall clocks; an action that names a
+payload is carried out in the order the machine gave it.
 """
 
 import logging
@@ -40,7 +40,9 @@ def decode_envelope(data: bytes) -> Envelope:
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise PayloadError(f"{len(data)} bytes are not a message: {error}; is the peer an archipel?") from None
+        raise PayloadError(
+            f"{len(data)} bytes are not a message: {error}; is the peer an archipel?"
+        ) from None
 
 
 class Port(Protocol):

@@ -1,8 +1,8 @@
 """A host in virtual time: the machines of a whole run, driven by one heap of events.
 
 The machines are those that run live (DESIGN.md, section 1); this host supplies a virtual network and clock,
-and asks a compute port for steps, copies and merges. The port of this module knows costs only; one that holds
-tensors fits the same place (`ComputePort`), and then the run trains.
+and asks a compute port for steps, copies and merges. Where the port knows costs only, time passes; where it
+holds tensors (`ports.ComputePort`), the run trains.
 
 At the end of a learner's step, in this order: the port steps and copies, `StepCompleted` is handled, the
 updates that wait are applied (`Applied`), then the next step starts unless it holds or stops. A learner that
@@ -15,122 +15,18 @@ that waits.
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import to_builtins
 
 from ..protocol import messages as m
 from ..protocol.learner import LearnerMachine
 from ..protocol.schedule import SyncOptions
 from ..protocol.syncer import SyncerMachine, SyncerState
-from .network import Channel, LinkOptions, Parcel
+from .network import Channel, Parcel
+from .ports import ComputePort, CostPort, EngineOptions, Host, LearnerOptions, Record, Said
 
 NEVER = float("inf")
-
-
-class LearnerOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one learner's steps cost."""
-
-    step_s: float = 1.0
-    jitter: float = 0.0  # a step's time is uniform within ± this share
-    tokens: int = 1000  # per step
-    prepare_s: float = 0.0  # from settings to a model
-    link: LinkOptions = LinkOptions()
-
-
-class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the rest costs."""
-
-    seed: int = 0
-    fragment_bytes: float = 1e6
-    fold_s: float = 0.0
-    merge_s: float = 0.0
-    shards: int = 64
-
-
-class ComputePort(m.Compute, Protocol):
-    """`messages.Compute`, and the step. Results are said to the `Said` it was made with, during the call."""
-
-    def step(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Take inner step `number`, copy the fragments asked for; return its tokens and what was copied."""
-        ...
-
-
-Said = Callable[[m.Event], None]
-Record = Callable[[str, float, m.Event, list[m.Action]], None]
-
-
-class CostPort:
-    """Costs stand for tensors: payloads are None, every push is fit, every merge succeeds."""
-
-    def __init__(self, said: Said, schema: tuple[m.TensorSpec, ...], tokens: int = 0) -> None:
-        self.said = said
-        self.schema = schema
-        self.tokens = tokens
-        self.watched: tuple[int, ...] = ()
-
-    def prepare(self, settings: dict[str, Any], shard: int, position: int) -> None:
-        self.said(m.Prepared(self.schema))
-
-    def step(self, number: int) -> tuple[int, tuple[int, ...]]:
-        return self.tokens, self.watched
-
-    def copy(self, fragments: tuple[int, ...]) -> None:
-        self.watched = fragments
-
-    def snapshot(self, fragment: int, step: int, *, full: bool) -> Any:
-        return None
-
-    def apply(self, fragment: int, version: int, payload: Any) -> None:
-        pass
-
-    def fold(self, action: m.Fold, payload: Any) -> None:
-        self.said(m.Folded(action.fragment, action.worker))
-
-    def merge(self, fragment: int, version: int) -> None:
-        self.said(m.Merged(fragment, version))
-
-    def discard(self, fragment: int) -> None:
-        pass
-
-    def payload(self, fragment: int, version: int) -> Any:
-        return None
-
-    def save(self, round: int) -> None:
-        pass
-
-
-@dataclass
-class Host:
-    """One process: a machine, its port, its alarm."""
-
-    name: str
-    machine: m.Machine
-    port: ComputePort
-    life: int  # of this process; what was scheduled for an earlier one is void
-    alarm: int = 0  # counts `Wake`s: only the newest rings
-    frozen: bool = False
-    backlog: list[tuple[m.Event, Any]] = field(default_factory=list)
-    finished: m.Finish | None = None
-    # A learner's compute:
-    allowed: bool = False  # `Resume` came, and no `Hold` since
-    stopping: str | None = None
-    paused: bool = False
-    stepping: bool = False
-    steps: int = 0
-    began_at: float = 0.0
-    ends_at: float = 0.0
-    left_s: float = 0.0  # of a step that is paused
-    run: int = 0  # counts scheduled step ends: only the newest counts
-    pending: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    # A syncer's compute works one thing after the other:
-    busy_until: float = 0.0
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs (or is frozen)."""
-        return self.life > 0 and self.finished is None
 
 
 class Engine:
@@ -145,12 +41,14 @@ class Engine:
         on_record: Record | None = None,
         make_port: Callable[[str, Said], ComputePort] | None = None,
         schema: tuple[m.TensorSpec, ...] = (m.TensorSpec("w", (1,)),),
+        settings: dict[str, Any] | None = None,
     ) -> None:
         self.now = 0.0
         self.sync = sync
         self.options = options or EngineOptions()
         self.run_name = run
         self.schema = schema
+        self.settings = settings or {"sync": to_builtins(sync)}
         self.on_record = on_record
         self.hosts: dict[str, Host] = {}
         self.learners: dict[str, LearnerOptions] = {}
@@ -158,9 +56,14 @@ class Engine:
         self.channels: dict[str, Channel] = {}
         self.journal: dict[str, tuple[int, int]] = {}  # learner -> (shard, position) beside its data
         self.saved: SyncerState | None = None
+        self.restored: SyncerState | None = None  # what the syncer that runs now was started from
+        self.epochs = 0  # syncer processes so far
+        self.stepped_s: dict[str, float] = {}  # learner -> time in steps that were completed
+        self.any_stepping_s = 0.0  # time in which any learner was in a step
         self.handled = 0  # events so far
         self._make_port = make_port
         self._slow: dict[str, float] = {}
+        self._stepping, self._stepping_since = 0, 0.0  # learners in a step, and since when so many
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._faults = 0  # scheduled by the user and not over
@@ -213,8 +116,8 @@ class Engine:
         self._at(self.now, self._dial, name, self.hosts[name].life)
 
     def _boot_syncer(self, state: SyncerState | None) -> None:
-        settings = {"sync": to_builtins(self.sync)}
-        machine = SyncerMachine(self.run_name, self.sync, self.schema, settings, self.options.shards)
+        machine = SyncerMachine(self.run_name, self.sync, self.schema, self.settings, self.options.shards)
+        self.epochs, self.restored = self.epochs + 1, state
         if state is not None:
             machine.restore(state)
         host = self._host(m.SYNCER, machine)
@@ -282,7 +185,13 @@ class Engine:
         return self
 
     def _over(self) -> bool:
-        return self.hosts[m.SYNCER].finished is not None and not self._faults
+        return self.complete or (self.hosts[m.SYNCER].finished is not None and not self._faults)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has reached its end."""
+        finished = self.hosts[m.SYNCER].finished
+        return finished is not None and finished.complete
 
     def finish(self, horizon_s: float = 1e6) -> m.Finish:
         """Run until the syncer has finished; return what it said. Fails beyond the horizon."""
@@ -385,6 +294,9 @@ class Engine:
         if not host.alive or self.roles[host.name] == "observer":
             return
         host.stepping = True
+        assert isinstance(host.machine, LearnerMachine)
+        host.tick = host.machine.schedule_tick
+        self._count_stepping(1)
         self._end_in(host, self._step_s(host))
 
     def _end_in(self, host: Host, left_s: float) -> None:
@@ -403,14 +315,23 @@ class Engine:
         if run != host.run or not host.alive or host.paused or host.frozen:
             return
         host.stepping, host.left_s = False, 0.0
+        self._count_stepping(-1)
         host.steps += 1
-        tokens, copied = host.port.step(host.steps)
-        self._handle(host, m.StepCompleted(host.steps, tokens, self.now - host.began_at, copied), None)
+        took_s = self.now - host.began_at
+        self.stepped_s[host.name] = self.stepped_s.get(host.name, 0.0) + took_s
+        tokens, copied = host.port.step(host.steps, host.tick)
+        self._handle(host, m.StepCompleted(host.steps, tokens, took_s, copied, host.tick), None)
         self._note_position(host)
         self._land(host)
         if host.stopping is not None:
             self._handle(host, m.StopRequested(host.stopping), None)
         self._begin(host)
+
+    def _count_stepping(self, change: int) -> None:
+        if self._stepping:
+            self.any_stepping_s += self.now - self._stepping_since
+        self._stepping += change
+        self._stepping_since = self.now
 
     def _note_position(self, host: Host) -> None:
         machine = host.machine
@@ -434,11 +355,15 @@ class Engine:
         payload, nbytes = None, 0.0
         match message:
             case m.Push(fragment=fragment, step=step, full=full):
-                payload, nbytes = host.port.snapshot(fragment, step, full=full), self.options.fragment_bytes
+                payload, nbytes = self._sized(host.port.snapshot(fragment, step, full=full))
             case m.Update(fragment=fragment, version=version):
-                payload, nbytes = host.port.payload(fragment, version), self.options.fragment_bytes
+                payload, nbytes = self._sized(host.port.payload(fragment, version))
         parcel = Parcel(host.name, to, message, payload, channel.connection)
         self._at(channel.send(self.now, parcel, nbytes), self._deliver, channel, parcel)
+
+    def _sized(self, payload: Any) -> tuple[Any, float]:
+        """Return a payload with its bytes: its own if it holds any."""
+        return payload, float(getattr(payload, "nbytes", self.options.fragment_bytes))
 
     def _deliver(self, channel: Channel, parcel: Parcel) -> None:
         if channel.passes(parcel):
@@ -490,13 +415,18 @@ class Engine:
     def _kill(self, name: str) -> None:
         if not self._alive(name):
             return
-        self.hosts[name].life = 0
+        host = self.hosts[name]
+        if host.stepping and not host.paused:
+            self._count_stepping(-1)
+        host.life = 0
         for channel in self.channels.values():
             if name in (m.SYNCER, channel.learner):
                 self._lose_later(channel, channel.link.notice_death_s, "reset")
 
     def _pause(self, name: str) -> None:
         host = self.hosts[name]
+        if host.stepping and not host.paused:
+            self._count_stepping(-1)
         host.paused = True
         host.left_s = max(host.ends_at - self.now, 0.0) if host.stepping else 0.0
 
@@ -504,6 +434,7 @@ class Engine:
         host = self.hosts[name]
         host.paused = False
         if host.stepping:
+            self._count_stepping(1)
             self._end_in(host, host.left_s)
         else:
             self._begin(host)
@@ -531,7 +462,7 @@ class Engine:
     def _heal(self, name: str) -> None:
         channel = self.channels[name]
         for parcel in channel.heal():
-            self._at(self.now + channel.link.latency_s, self._deliver, channel, parcel)
+            self._deliver(channel, parcel)  # at once: nothing that is still on its way may overtake it
 
     def _stop(self, name: str) -> None:
         host = self.hosts[name]

@@ -1,10 +1,11 @@
 """A run in virtual time from a TOML file: learners' speeds, links and faults around the real protocol.
 
-Section `[sim]` says what a run's compute and network cost, `[sync]` and the rest are those of a live run. The outcome is
-a tape per worker, as a live run writes them, and what can be read off it. With costs only, tokens are counted and
-nothing is learned; with a port that holds tensors the same run trains (`roles.simulation`).
+Section `[sim]` says what a run's compute and network cost, `[sync]` and the rest are those of a live run. The
+outcome is a tape per worker, as a live run writes them, and what can be read off it. With costs only, tokens
+are counted and nothing is learned; with a port that holds tensors the same run trains (`roles.simulation`).
 
-Invariants: one seed, one tape, byte for byte; a witness watches every record and fails at what must never happen.
+Invariants: one seed, one tape, byte for byte; a witness watches every record and fails at what must never
+happen.
 """
 
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from ..chaos.plan import Plan, Weather, draw, load, play
 from ..errors import ConfigError
@@ -24,9 +25,12 @@ from ..protocol.syncer import SyncerMachine, SyncerState
 from ..tape.record import Header, tape_path
 from ..tape.replay import seed_of
 from ..tape.tape import TapeWriter, digest
-from .engine import ComputePort, Engine, EngineOptions, LearnerOptions, Said
+from .engine import Engine
 from .network import LinkOptions
+from .ports import ComputePort, EngineOptions, LearnerOptions, Record, Said
 from .witness import Witness
+
+LONGEST_STORM = 20.0  # faults are drawn for so many times the length of a calm run
 
 
 class SimOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,7 +92,9 @@ class Outcome:
 
 
 def _median_step_s(engine: Engine) -> float:
-    times = sorted(options.step_s for name, options in engine.learners.items() if engine.roles[name] == "learner")
+    times = sorted(
+        options.step_s for name, options in engine.learners.items() if engine.roles[name] == "learner"
+    )
     return times[(len(times) - 1) // 2]
 
 
@@ -142,22 +148,27 @@ class Tapes:
             writer.close("end of the simulation")
 
 
-def simulate(
-    sync: SyncOptions,
-    options: SimOptions,
-    *,
-    seed: int = 0,
-    run: str = "sim",
-    settings: dict[str, Any] | None = None,
-    folder: Path | None = None,
-    make_port: Callable[[str, Said], ComputePort] | None = None,
-    schema: tuple[m.TensorSpec, ...] = (m.TensorSpec("w", (1,)),),
-    watch: Callable[[str, float, m.Event, list[m.Action]], None] | None = None,
-) -> Outcome:
-    """Run to the end, or to the horizon. `settings`: of the whole run; `folder`: where tapes go, None for none."""
-    settings = settings or {"sync": _plain(sync)}
-    witness = Witness(sync)
-    tapes = Tapes(folder, run, settings) if folder is not None else None
+@dataclass(frozen=True)
+class Run:
+    """What is simulated. `settings`: of the whole run, for the tapes; `make_port`: where tensors take
+    part."""
+
+    sync: SyncOptions
+    sim: SimOptions
+    name: str = "sim"
+    seed: int = 0
+    shards: int = 64
+    settings: dict[str, Any] | None = None
+    schema: tuple[m.TensorSpec, ...] = (m.TensorSpec("w", (1,)),)
+    make_port: Callable[[str, Said], ComputePort] | None = None
+
+
+def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = None) -> Outcome:
+    """Run to the end, or to the horizon. `folder`: where tapes go, None for none; `watch`: sees every
+    record."""
+    witness = Witness(run.sync)
+    settings = run.settings or {"sync": to_builtins(run.sync)}
+    tapes = Tapes(folder, run.name, settings) if folder is not None else None
 
     def record(worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
         witness.record(worker, now, event, actions)
@@ -166,30 +177,29 @@ def simulate(
         if watch is not None:
             watch(worker, now, event, actions)
 
-    costs = EngineOptions(seed, options.fragment_bytes, options.fold_s, options.merge_s)
     engine = Engine(
-        sync, costs, run=run, on_record=record, make_port=make_port, schema=schema, settings=settings
+        run.sync,
+        EngineOptions(run.seed, run.sim.fragment_bytes, run.sim.fold_s, run.sim.merge_s, run.shards),
+        run=run.name,
+        on_record=record,
+        make_port=run.make_port,
+        schema=run.schema,
+        settings=settings,
     )
     if tapes is not None:
         tapes.engine = engine
-    names = [f"learner-{number}" for number in range(sync.learners)]
+    names = [f"learner-{number}" for number in range(run.sync.learners)]
     for number, name in enumerate(names):
-        engine.add(name, _learner(options, number, len(names)))
-    plan = _plan(options, seed, names)
+        engine.add(name, _learner(run.sim, number, len(names)))
+    plan = _plan(run, names)
     play(plan, engine)
     began = time.perf_counter()
-    engine.run(until=options.horizon_s)
+    engine.run(until=run.sim.horizon_s)
     outcome = Outcome(engine, witness, plan, engine.complete, time.perf_counter() - began)
-    if tapes is not None and folder is not None:
+    if tapes is not None:
         tapes.close()
-        outcome.tape, outcome.tape_digest = str(folder), digest(folder)
+        outcome.tape, outcome.tape_digest = str(tapes.folder), digest(tapes.folder)
     return outcome
-
-
-def _plain(sync: SyncOptions) -> dict[str, Any]:
-    from msgspec import to_builtins
-
-    return dict(to_builtins(sync))
 
 
 def _learner(options: SimOptions, number: int, count: int) -> LearnerOptions:
@@ -198,15 +208,17 @@ def _learner(options: SimOptions, number: int, count: int) -> LearnerOptions:
     last = number == count - 1
     link = options.link
     if last and options.slow_link_bytes_per_s:
-        link = LinkOptions(link.latency_s, options.slow_link_bytes_per_s, link.notice_death_s, link.notice_cut_s)
+        link = LinkOptions(
+            link.latency_s, options.slow_link_bytes_per_s, link.notice_death_s, link.notice_cut_s
+        )
     step_s = options.step_s * (1 + options.speed_spread * share) * (options.slow_learner if last else 1.0)
     return LearnerOptions(step_s, options.jitter, options.tokens, link=link)
 
 
-def _plan(options: SimOptions, seed: int, names: list[str]) -> Plan:
+def _plan(run: Run, names: list[str]) -> Plan:
+    options, expected_s = run.sim, run.sync.steps * run.sim.step_s
     faults = list(load(options.faults).fault) if options.faults else []
-    horizon_s = min(options.horizon_s, 1e6)
-    faults += draw(seed, names, horizon_s, options.weather).fault
+    faults += draw(run.seed, names, min(options.horizon_s, LONGEST_STORM * expected_s), options.weather).fault
     unknown = {fault.worker for fault in faults} - {*names, m.SYNCER}
     if unknown:
         raise ConfigError(f"sim.faults names {sorted(unknown)}; this run has {names} and {m.SYNCER}")

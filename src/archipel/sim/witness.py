@@ -4,9 +4,9 @@ Give `Witness(options).record` to a host's `on_record`. It knows only what machi
 it holds for a virtual run, a live one and a tape alike.
 
 Checked: time never runs backwards; ticks and versions grow one by one; a tick counts a quorum of distinct
-learners; one round per fragment and no more in flight than the overlap allows; what is folded was asked for,
-once; no more pushes under way than allowed; no report before a full model; an alarm is never set into the
-past; waiting ends with a word.
+learners; one round per fragment, and a tick closes only while the overlap has room for its round; what is
+folded was asked for, once; no more pushes under way than allowed; no report before a full model; an alarm is
+never set into the past.
 """
 
 from dataclasses import dataclass, field
@@ -39,6 +39,7 @@ class Witness:
     merged: list[tuple[float, int, int, tuple[str, ...]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     flying: dict[int, list[str]] = field(default_factory=dict)  # fragment -> folded so far
+    began: dict[int, int] = field(default_factory=dict)  # fragment -> tick of its newest round
     asked: dict[tuple[str, int], int] = field(default_factory=dict)  # (worker, fragment) -> tick of the pull
     folding: set[tuple[str, int]] = field(default_factory=set)  # of those, whose bytes are here
     learners: dict[str, LearnerView] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class Witness:
     def _welcomed(self, welcome: m.Welcome) -> None:
         """A syncer that came back says where it begins again."""
         if welcome.epoch == self.epoch and welcome.tick >= self.tick:
-            assert list(welcome.versions) == self.versions
+            assert list(welcome.versions) == self.versions, "a welcome with other versions"
             return
         assert welcome.epoch > self.epoch or welcome.tick == 0, "an epoch went back"
         self.epoch, self.tick, self.versions = welcome.epoch, welcome.tick, list(welcome.versions)
@@ -115,19 +116,26 @@ class Witness:
             case m.Tally(tick=tick, workers=workers):
                 last = self.tick == self.options.steps == tick
                 assert tick == self.tick + 1 or last, f"tick {tick} after {self.tick}"
+                room = max(self.options.overlap_steps, 1) - len(self.flying)
+                assert room > 0, f"tick {tick} closed with rounds of {sorted(self.flying)} in flight"
                 need = 1 if self.options.quorum_live else self.options.quorum
                 assert len(set(workers)) == len(workers) >= need, f"tick {tick} closed with {workers}"
                 self.tick = tick
                 self.ticks.append((now, action))
             case m.Send(to=worker, message=m.Pull(fragment=fragment, tick=tick, version=version)):
-                assert version == self.versions[fragment] and tick <= self.tick
+                assert version == self.versions[fragment], f"{worker} is asked for version {version}"
+                assert tick <= self.tick, f"a pull of tick {tick} at {self.tick}"
+                same = fragment not in self.flying or self.began[fragment] == tick
+                assert same, f"two rounds of fragment {fragment}"
                 self.flying.setdefault(fragment, [])
+                self.began[fragment] = tick
                 self.asked[worker, fragment] = tick
             case m.Fold(fragment=fragment, worker=worker, base=base, full=full, weight=weight):
                 key = (worker, fragment)
                 assert key in self.asked and key not in self.folding, f"{worker}: folded unasked, or twice"
-                assert full or self.versions[fragment] - BASES_KEPT < base <= self.versions[fragment]
-                assert weight > 0
+                kept = self.versions[fragment] - BASES_KEPT < base <= self.versions[fragment]
+                assert full or kept, f"base {base} is not kept: {self.versions[fragment]}"
+                assert weight > 0, f"{worker}: weight {weight}"
                 self.folding.add(key)
             case m.Merge(fragment=fragment):
                 assert self.flying[fragment], "a merge of nothing"
@@ -165,9 +173,9 @@ class Witness:
                 case m.Send(message=m.Progress()):
                     assert len(view.held) == view.needed, "a report before a full model"
                 case m.Send(message=m.Push(steps=steps, tokens=tokens)):
-                    assert steps > 0 and tokens > 0
+                    assert steps > 0 and tokens > 0, f"a push of {steps} steps, {tokens} tokens"
                 case m.Hold():
-                    assert not view.holding
+                    assert not view.holding, "held twice"
                     view.holding = True
                 case m.Resume():
                     view.holding = False

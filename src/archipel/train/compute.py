@@ -1,12 +1,12 @@
-"""The syncer's tensors: Θ, its momentum, and the rounds being folded (Decoupled DiLoCo, Algorithm 2, appendix D.2).
+"""The syncer's tensors: Θ, its momentum, and the rounds being folded (Algorithm 2, appendix D.2).
 
-A fragment's state is a value that a merge replaces, never changes: whoever still sends an older version, or writes a
-checkpoint, keeps what it holds. Outer gradients may be relative to the current version or the one before; they are
-re-anchored on the current one, which is the same for all.
+A fragment's state is a value that a merge replaces, never changes: whoever still sends an older version, or
+writes a checkpoint, keeps what it holds. Outer gradients may be relative to the current version or the one
+before; they are re-anchored on the current one, which is the same for all.
 
-Invariants: float32 on one thread; pushes are folded in the order they are given; a push that fails its checks leaves
-weights, momentum and sums as they were, a merge that does leaves weights and momentum and forgets its sums; memory
-does not depend on the number of learners.
+Invariants: float32 on one thread; pushes are folded in the order they are given; a push that fails its checks
+leaves weights, momentum and sums as they were, a merge that does leaves weights and momentum and forgets its
+sums; memory does not depend on the number of learners.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class OuterState:
         return codec.encoded_bytes(self.options.update_codec, numel, self.options.codec_block)
 
     def fold(self, fragment: int, payload: Any, weight: float, *, base: int, full: bool) -> None:
-        """Check a push and add it to its round. PayloadError if it may not be merged; then nothing changed."""
+        """Check a push and add it to its round. PayloadError, with nothing changed, if it may not be."""
         state, numel = self.states[fragment], self.fragments[fragment].numel
         name = "float32" if full else self.options.push_codec
         anchored = not full and base == state.version
@@ -94,7 +94,7 @@ class OuterState:
         self._sums[fragment] = sums
 
     def _decoded(self, name: str, payload: Any, numel: int, *, changed: bool) -> np.ndarray:
-        """Return a push's values: in scratch memory, or where they lie if they need neither decoding nor a change."""
+        """Return a push's values: in scratch memory, or where they lie if they may stay as they are."""
         if name == "float32" and not changed:
             view = memoryview(payload)
             if view.nbytes == 4 * numel > 0 and not view.readonly:
@@ -111,7 +111,7 @@ class OuterState:
         return state.weights - state.before
 
     def merge(self, fragment: int, version: int) -> None:
-        """Take the outer step of a round. PayloadError if it would leave the finite numbers; then nothing changed."""
+        """Take the outer step of a round. PayloadError, with nothing changed, if it overflows."""
         state = self.states[fragment]
         assert version == state.version + 1, (version, state.version)
         delta = merge.finish(self._sums.pop(fragment))
@@ -127,7 +127,9 @@ class OuterState:
         )
         self._average_buffers(fragment, state, delta, weights, momentum)
         if not (outer.finite(weights) and outer.finite(momentum)):
-            raise PayloadError(f"the outer step of fragment {fragment} overflows float32: the round is dropped")
+            raise PayloadError(
+                f"the outer step of fragment {fragment} overflows float32: the round is dropped"
+            )
         self.states[fragment] = FragmentState(version, weights, momentum, state.weights)
 
     def _average_buffers(

@@ -1,7 +1,7 @@
 """The built-in training loop: what `archipel learner` runs, and what a user's own loop looks like.
 
-One inner step after another until the run is done (Algorithm 1). The learning rate follows the run's global tick, so
-that a learner that joins late is where the others are.
+One inner step after another until the run is done (Algorithm 1). The learning rate follows the run's global
+tick, so that a learner that joins late is where the others are.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,9 @@ def run(
     optimizer, schedule = inner
     count = 0
     while not learner.done:
-        loss, tokens = inner_step(model, optimizer, stream.next(batch), options=options, lr=schedule(learner.tick))
+        loss, tokens = inner_step(
+            model, optimizer, stream.next(batch), options=options, lr=schedule(learner.tick)
+        )
         count += 1
         learner.step(tokens)
         if watch is not None:

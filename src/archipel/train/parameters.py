@@ -1,11 +1,11 @@
 """A model's tensors as P flat float32 fragments, and back.
 
-What is synchronised: every trainable parameter once (tied storage counts as one tensor, under its first name), and,
-with `sync.buffers = "average"`, float buffers such as running statistics. Frozen parameters, integer buffers and names
-that match `sync.exclude` stay as they are and never travel.
+What is synchronised: every trainable parameter once (tied storage counts as one tensor, under its first
+name), and, with `sync.buffers = "average"`, float buffers such as running statistics. Frozen parameters,
+integer buffers and names that match `sync.exclude` stay as they are and never travel.
 
-Invariants: names, shapes and the split depend only on the model's structure and the options, so that every worker
-derives the same fragments; `read` and `write` touch nothing but their fragment.
+Invariants: names, shapes and the split depend only on the model's structure and the options, so that every
+worker derives the same fragments; `read` and `write` touch nothing but their fragment.
 """
 
 from fnmatch import fnmatchcase
@@ -28,7 +28,9 @@ def synchronised(model: nn.Module, options: SyncOptions) -> dict[str, tuple[Tens
     if options.buffers == "average":
         saved = model.state_dict(keep_vars=True)  # without tables that a model derives from its options
         candidates += [
-            (name, b, "buffer") for name, b in model.named_buffers() if b.is_floating_point() and name in saved
+            (name, b, "buffer")
+            for name, b in model.named_buffers()
+            if b.is_floating_point() and name in saved
         ]
     for name, tensor, kind in candidates:
         storage = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
@@ -39,8 +41,7 @@ def synchronised(model: nn.Module, options: SyncOptions) -> dict[str, tuple[Tens
             found[name] = (tensor, kind)
     if not found:
         raise ModelError(
-            "the model has no trainable parameter left to synchronise: "
-            "check requires_grad and sync.exclude"
+            "the model has no trainable parameter left to synchronise: check requires_grad and sync.exclude"
         )
     return found
 

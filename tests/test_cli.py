@@ -1,0 +1,98 @@
+"""The command line: help without torch, errors in one line, exit codes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from archipel import cli
+from archipel.errors import ArchipelError
+
+COMMANDS = ["demo", "train", "syncer", "learner", "evaluator", "data", "tape", "certs", "replay"]
+
+
+def run(*arguments: str) -> int | str | None:
+    """Run a command in this process and return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return ended.value.code
+
+
+def test_help_names_every_command_and_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom archipel import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit as end: print('code', end.code, 'torch' in sys.modules)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[-1] == "code 0 False"
+    assert set(COMMANDS) <= set(shown.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert f"archipel {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "nowhere.toml"], "nowhere.toml: No such file or directory"),
+        (["syncer", "nowhere.toml"], "nowhere.toml: No such file or directory"),
+        (["tape", "nowhere"], "nowhere"),
+        (["learner", "{empty}", "--syncer", "nonsense", "--out", "{folder}/o"], "nonsense"),
+        (["learner", "{empty}", "--syncer", "a:1", "--name", "x/y"], "worker name 'x/y'"),
+        (["learner", "{empty}", "--syncer", "a:1", "--name", "syncer"], "worker name 'syncer'"),
+        (["train", "{empty}", "--set", "sync.fragments=30"], "use at most 24"),
+        (["data", "prepare", "{folder}/none.txt", "{folder}/out.bin"], "none.txt"),
+        (["syncer", "{empty}", "--init", "{empty}", "--out", "{folder}/o"], "give a file written by"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.toml").write_text("")
+    places = {"empty": str(tmp_path / "empty.toml"), "folder": str(tmp_path)}
+    assert run(*(argument.format(**places) for argument in arguments)) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("archipel: ")]
+    assert len(lines) == 1 and words in lines[0]
+
+
+def test_unknown_command_is_refused() -> None:
+    assert run("no-such-command") == 2
+
+
+def test_interrupt_and_error_have_their_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(error: BaseException):
+        def command(_: object) -> int:
+            raise error
+
+        return command
+
+    monkeypatch.setattr(cli, "_tape", raising(KeyboardInterrupt()))
+    assert run("tape", "x") == 130
+    monkeypatch.setattr(cli, "_tape", raising(ArchipelError("a reason")))
+    assert run("tape", "x") == 2
+
+
+def test_certificates_are_made_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("certs", str(tmp_path / "tls"), "--host", "10.0.0.1") == 0
+    listed = capsys.readouterr().out.split()
+    assert {Path(path).name for path in listed} >= {"ca.pem", "syncer.pem", "learner.pem"}
+    assert all(Path(path).exists() for path in listed)
+
+
+def test_text_becomes_a_token_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 10)
+    assert run("data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "a.bin")) == 0
+    assert "vocabulary" in capsys.readouterr().out and (tmp_path / "a.bin").exists()
+
+
+def test_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run.toml").write_text("")
+    assert run("syncer", str(tmp_path / "run.toml"), "--out", str(tmp_path / "file" / "run")) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"archipel: {tmp_path / 'file'}")
