@@ -28,7 +28,8 @@ BLOCK = 6
 LIMIT = 1.03
 OVERRIDES = [
     "run.name=overhead", "sync.learners=1", "sync.fragments=24", "sync.interval_steps=24",
-    "sync.outer_momentum=0.5", "sync.steps=100000", "model.width=256", "model.layers=6", "model.heads=8", "data.sequence=128",
+    "sync.outer_momentum=0.5", "sync.steps=100000", "model.width=256", "model.layers=6",
+    "model.heads=8", "data.sequence=128",
 ]  # fmt: skip
 
 

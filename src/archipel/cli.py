@@ -331,7 +331,9 @@ def _tape(options: argparse.Namespace) -> int:
 
 def _add_simulate(commands: Any) -> None:
     parser = _command(commands, "simulate", _simulate, "run the protocol or a fleet in virtual time")
-    parser.add_argument("config", nargs="?", default=None, help="TOML file of a run; [sim] says what things cost")
+    parser.add_argument(
+        "config", nargs="?", default=None, help="TOML file of a run; [sim] says what things cost"
+    )
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -340,7 +342,9 @@ def _add_simulate(commands: Any) -> None:
         metavar="SECTION.KEY=VALUE",
         help="override one option, as in sim.jitter=0.1",
     )
-    parser.add_argument("--out", default="", help="run folder for the tapes; default: a new one under run.out")
+    parser.add_argument(
+        "--out", default="", help="run folder for the tapes; default: a new one under run.out"
+    )
     parser.add_argument(
         "--paper", choices=["table1", "gasloc-rounds"], help="a table of the papers, from this simulator"
     )

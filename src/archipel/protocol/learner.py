@@ -351,7 +351,7 @@ class LearnerMachine:
         self.snapshots = {fragment: self._snapshot(fragment) for fragment in step.copied}
         self.lead.credit = self._capped(self.lead.credit + 1)
         if not self.connected:
-            return self._balance()
+            return [*self._watch(), *self._balance()]
         report = m.Send(m.SYNCER, m.Progress(self.step, self.tokens, step.step_s))
         answers = [self._push(self.pulls.pop(p)) for p in sorted(self.pulls) if p in step.copied]
         return [report, *answers, *self._watch(), *self._balance()]

@@ -25,7 +25,7 @@ from ..tape.replay import Ports, follow, in_order
 from ..tape.tape import digest as tape_digest
 from ..tape.tape import read, workers
 from ..train import data, models, optim
-from ..train.compute import OuterState
+from ..train.compute import FragmentState, OuterState
 from ..train.evaluate import evaluate
 from ..train.options import ModelOptions, fit
 from ..train.parameters import Parameters
@@ -106,6 +106,7 @@ class LocalSyncer:
         self, outer: OuterState, said: Said = unheard, merged: Callable[[int, int], None] | None = None
     ) -> None:
         self.outer, self._said, self._merged = outer, said, merged
+        self.saved: list[FragmentState] | None = None
 
     def fold(self, action: m.Fold, payload: Any) -> None:
         """Check a push and add it to its round."""
@@ -136,7 +137,15 @@ class LocalSyncer:
         return self.outer.update(fragment, version)
 
     def save(self, round: int) -> None:
-        """Nothing here outlives the process."""
+        """Keep the tensors as they are now, for a syncer that is started again."""
+        self.saved = list(self.outer.states)
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        if self.saved is not None:
+            self.outer.states = list(self.saved)
+        for fragment in range(len(self.outer.states)):
+            self.outer.discard(fragment)
 
 
 # ---- replaying a run ----

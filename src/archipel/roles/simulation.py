@@ -69,10 +69,16 @@ def train_virtually(
     losses = Losses(config, outer, corpus)
     losses.measure()
 
+    syncers: list[LocalSyncer] = []
+
     def make_port(name: str, said: Said) -> ComputePort:
-        if name == m.SYNCER:
-            return LocalSyncer(outer, said, losses.merged)
-        return LocalLearner(config, corpus, said)
+        if name != m.SYNCER:
+            return LocalLearner(config, corpus, said)
+        if not syncers:
+            syncers.append(LocalSyncer(outer, said, losses.merged))
+        else:
+            syncers[0].restore()  # another process of the syncer, from the newest checkpoint
+        return syncers[0]
 
     def watch(worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
         losses.now = now

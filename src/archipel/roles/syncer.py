@@ -60,7 +60,7 @@ class SyncerRole:
         self.host = Host(machine, self, tape, name=m.SYNCER)
         self.server: Server | None = None
         self.keep = 3
-        self.saved: Snapshot | None = None  # the newest one taken
+        self.saved: Snapshot | None = None  # the newest one taken, while it is written; the last one for good
         self._directory = directory
         # Of one round: pushes on their way, two sums, new weights and momentum.
         self._buffers = Buffers(kept=machine.options.pulls_max + 4)
@@ -210,6 +210,8 @@ class SyncerRole:
             log.exception("checkpoint failed round=%d", snapshot.round)
         else:
             log.info("checkpoint path=%s seconds=%.2f", path.name, time.monotonic() - began)
+        if self.saved is snapshot and self.host.finished is None:
+            self.saved = None  # what later merges replace is not held any longer
 
     # ---- life ----
 

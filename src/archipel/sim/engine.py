@@ -279,12 +279,18 @@ class Engine:
             self._handle(host, m.Woke(), None)
 
     def _work(self, host: Host, cost_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Have the port do something; what it says of it is handled once the time it takes is over."""
+        """Have the port do something once the time it takes is over, after what it does already."""
         host.busy_until = max(host.busy_until, self.now) + cost_s
+        self._at(host.busy_until, self._done, host, call, arguments)
+
+    def _done(self, host: Host, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Let the port do it, and the machine hear of it at once: neither is ever ahead of the other."""
+        if host.life == 0 or host.finished is not None:
+            return
         self._said.clear()
         call(*arguments)
-        for event in self._said:
-            self._at(host.busy_until, self._handle, host, event, None)
+        for event in tuple(self._said):
+            self._handle(host, event, None)
 
     # ---- a learner's compute ----
 

@@ -1,0 +1,39 @@
+"""Training in virtual time: the same storm gives the same losses and tapes, and survives its syncer."""
+
+from pathlib import Path
+
+from archipel.config import load
+from archipel.roles.simulation import train_virtually
+from archipel.tape.replay import verify
+
+SMALL = [
+    "sync.learners=3", "sync.steps=40", "sync.fragments=4", "sync.interval_steps=4",
+    "sync.outer_momentum=0.5", "sync.checkpoint_rounds=5", "model.width=16", "model.layers=1", "model.heads=2", "data.sequence=16",
+    "data.batch=4", "evaluate.every_rounds=20", "evaluate.batches=1", "sim.speed_spread=0.2",
+]  # fmt: skip
+STORM = ["sim.weather={kill_s=30.0, partition_s=40.0, syncer_kill_s=15.0, mean_for_s=3.0}"]
+
+
+def test_a_calm_run_learns() -> None:
+    config = load(None, SMALL)
+    outcome, losses = train_virtually(config, config.sim)
+    assert outcome.complete and outcome.engine.syncer.rounds_merged == 40
+    assert losses.points[-1]["loss"] < 0.9 * losses.points[0]["loss"]
+
+
+def test_one_seed_gives_one_tape_and_one_loss(tmp_path: Path) -> None:
+    config = load(None, SMALL + STORM)
+    first, losses = train_virtually(config, config.sim, seed=4, folder=tmp_path / "a")
+    second, again = train_virtually(config, config.sim, seed=4, folder=tmp_path / "b")
+    assert first.tape_digest == second.tape_digest and losses.points == again.points
+    other, _ = train_virtually(config, config.sim, seed=5, folder=tmp_path / "c")
+    assert other.tape_digest != first.tape_digest
+
+
+def test_a_storm_that_takes_the_syncer_too_is_survived_and_verifies(tmp_path: Path) -> None:
+    config = load(None, SMALL + STORM)
+    outcome, losses = train_virtually(config, config.sim, seed=4, folder=tmp_path)
+    assert outcome.complete and outcome.engine.epochs > 1
+    assert outcome.engine.syncer.ledger.closes()
+    assert losses.points[-1]["loss"] < losses.points[0]["loss"]
+    assert verify(tmp_path).equal
