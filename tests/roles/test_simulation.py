@@ -8,7 +8,9 @@ from archipel.tape.replay import verify
 
 SMALL = [
     "sync.learners=3", "sync.steps=40", "sync.fragments=4", "sync.interval_steps=4",
-    "sync.outer_momentum=0.5", "sync.checkpoint_rounds=5", "model.width=16", "model.layers=1", "model.heads=2", "data.sequence=16",
+    "sync.outer_momentum=0.5", "sync.checkpoint_rounds=5", "model.width=16", "model.layers=1",
+    "model.heads=2",
+    "data.sequence=16",
     "data.batch=4", "evaluate.every_rounds=20", "evaluate.batches=1", "sim.speed_spread=0.2",
 ]  # fmt: skip
 STORM = ["sim.weather={kill_s=30.0, partition_s=40.0, syncer_kill_s=15.0, mean_for_s=3.0}"]
