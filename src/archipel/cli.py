@@ -192,6 +192,9 @@ def _report(summary: dict[str, Any], as_json: bool) -> None:
             print(f"{key}:")
             for name, item in value.items():
                 print(f"  {name}: {item}")
+        elif key == "warnings":
+            for line in value:
+                print(f"warning: {line}")
         elif not isinstance(value, dict | list):
             print(f"{key}: {value}")
 
@@ -244,6 +247,7 @@ def _add_learner(commands: Any) -> None:
     _add_worker(parser)
     parser.add_argument("--name", default="", help="unique in the run; the same name continues its data")
     parser.add_argument("--threads", type=int, default=0, help="computing threads; 0: torch's own choice")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
 
 
 def _learner(options: argparse.Namespace) -> int:
@@ -260,7 +264,7 @@ def _learner(options: argparse.Namespace) -> int:
         tls=options.tls,
         network=loaded.network,
     )
-    train(loaded, learner, threads=options.threads, nice=options.nice)
+    train(loaded, learner, threads=options.threads, nice=options.nice, device=options.device)
     return 0
 
 

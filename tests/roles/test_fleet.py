@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from archipel.roles.fleet import Losses, closes, consumed_by_data
+from archipel.roles.fleet import Losses, closes, consumed_by_data, thin_shares
 from archipel.train.data import JOURNAL
 
 
@@ -65,3 +65,13 @@ def test_sums_close_or_do_not() -> None:
     fates = {"merged": 1, "overwritten": 2, "absent": 3, "lost": 4, "unmerged": 5}
     assert closes({"tokens": {"consumed": 15, **fates}})
     assert not closes({"tokens": {"consumed": 16, **fates}})
+
+
+def test_a_learner_that_kept_less_than_half_is_warned_of() -> None:
+    fates = {
+        "fast": {"consumed": 100, "merged": 90},
+        "slow": {"consumed": 100, "merged": 31},
+        "idle": {"consumed": 0},
+    }
+    (warning,) = thin_shares(fates)
+    assert warning.startswith("slow: 31%") and "data.batch" in warning

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from archipel import config as configuration
-from archipel.errors import DataError
-from archipel.roles.learner import Learner, Metrics, StopFlag, agreed, load_data
+from archipel.errors import ConfigError, DataError
+from archipel.roles.learner import Learner, Metrics, StopFlag, agreed, device_of, load_data
 from archipel.train import corpus
 
 
@@ -98,3 +99,15 @@ def test_metrics_are_whole_lines_at_most_one_a_second(tmp_path: Path) -> None:
 def test_learner_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
     names = {Learner(None, None, syncer="h:1", out=tmp_path).name for _ in range(3)}  # type: ignore[arg-type]
     assert len(names) == 3
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert device_of("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="sees no GPU"):
+            device_of("cuda:3")
+
+
+@pytest.mark.gpu
+def test_gpus_are_dealt_out_in_turn() -> None:
+    assert device_of(f"cuda:{torch.cuda.device_count()}") == torch.device("cuda", 0)

@@ -149,3 +149,17 @@ def test_flatten_and_unflatten_are_inverse():
     tensors = unflatten(whole(parameters), parameters.fragments, parameters.schema)
     again = [flatten(tensors, fragment) for fragment in parameters.fragments]
     assert all((a == b).all() for a, b in zip(again, whole(parameters), strict=True))
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_reads_and_writes_as_one_on_the_cpu() -> None:
+    here, there = Odd(), Odd().cuda()
+    mine, theirs = Parameters(here, ONE), Parameters(there, ONE)
+    assert mine.schema == theirs.schema
+    copies = [np.empty(mine.numels[0], np.float32) for _ in range(2)]
+    mine.read(0, copies[0])
+    theirs.read(0, copies[1])
+    assert np.array_equal(*copies)
+    theirs.write(0, copies[0] + 1)
+    theirs.read(0, copies[1])
+    assert np.array_equal(copies[0] + 1, copies[1])

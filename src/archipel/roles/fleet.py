@@ -26,6 +26,7 @@ from ..tape.record import Record
 from ..tape.tape import TapeTail, read, workers
 from ..train.data import read_journal
 
+THIN_SHARE = 0.5  # of a learner's tokens: if fewer are merged, a warning
 START_S_MAX = 60.0  # for the syncer to listen
 POLL_S = 0.1
 # Where trainers share cores with syncer and couriers, a report or an update must not wait for a step to end.
@@ -118,6 +119,8 @@ class Fleet:
             name = f"learner-{number}"
             command = ["learner", str(self.out / "config.toml"), "--syncer", address, "--name", name]
             command += ["--nice", str(LEARNER_NICE)]
+            if self.config.launch.device == "cuda":
+                command += ["--device", f"cuda:{number}"]
             launcher.start(self._program(name, command, threads=threads))
         command = ["evaluator", str(self.out / "config.toml"), "--syncer", address]
         command += ["--nice", str(EVALUATOR_NICE)]
@@ -261,8 +264,19 @@ def summarise(out: Path, config: configuration.Config, kills: int) -> dict[str, 
         "tokens_per_fragment": tokens.get("per_fragment", []),
         "tail_unknown": tokens.get("tail_unknown", {}),
         "digest": facts.get("digest", ""),
+        "warnings": thin_shares(tokens.get("per_learner", {})),
         "run_dir": str(out),
     }
+
+
+def thin_shares(per_learner: dict[str, dict[str, int]]) -> list[str]:
+    """Return a warning for each learner less than half of whose tokens were merged (section 3)."""
+    return [
+        f"{name}: {fates['merged'] / fates['consumed']:.0%} of its tokens were merged: it is slow beside "
+        "the others; give it a smaller data.batch"
+        for name, fates in per_learner.items()
+        if fates["consumed"] and fates["merged"] < THIN_SHARE * fates["consumed"]
+    ]
 
 
 def _records(out: Path) -> Iterator[Record]:

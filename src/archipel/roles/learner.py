@@ -229,24 +229,37 @@ def load_data(config: Config, settings: dict[str, Any]) -> data.TokenData | data
     return corpus
 
 
-def train(config: Config, learner: Learner, *, threads: int = 0, nice: int = 0) -> None:
+def device_of(name: str) -> torch.device:
+    """Return "cpu", "cuda" or "cuda:N" as a device; N goes round. ConfigError where there is no GPU."""
+    kind, _, index = name.partition(":")
+    if kind != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {name!r}: torch {torch.__version__} sees no GPU here; use cpu or install another"
+        )
+    return torch.device("cuda", int(index or 0) % torch.cuda.device_count())
+
+
+def train(config: Config, learner: Learner, *, threads: int = 0, nice: int = 0, device: str = "cpu") -> None:
     """Join the run, build its model, and train on this learner's shard until told to stop.
 
     nice: how far to stand back, without the courier, for whoever shares the cores.
     """
     if threads:
         torch.set_num_threads(threads)
+    placed = device_of(device)
     learner.stopped = StopFlag()
     settings = learner.connect()
     os.nice(nice)
     with Parting(learner):
         if not learner.done:
-            _train(agreed(config, settings), learner)
+            _train(agreed(config, settings), learner, placed)
 
 
-def _train(config: Config, learner: Learner) -> None:
+def _train(config: Config, learner: Learner, device: torch.device) -> None:
     corpus = load_data(config, learner.settings)
-    learner.model = models.build(config.model)
+    learner.model = models.build(config.model).to(device)
     inner = optim.build(learner.model, config.optimizer, config.sync.steps)
     learner.adopt()
     learner.journal.parent.mkdir(parents=True, exist_ok=True)

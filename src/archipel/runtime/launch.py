@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -58,6 +58,7 @@ class LaunchOptions(Struct, frozen=True, forbid_unknown_fields=True):
     backoff_s_min: float = 0.5  # before the first restart; doubles with every crash within the window
     backoff_s_max: float = 30.0
     stop_grace_s: float = 15.0  # between asking a worker to stop and killing it
+    device: Literal["cpu", "cuda"] = "cpu"  # of the learners; several GPUs are dealt out in turn
     remains_s: float = 1.0  # how long the other processes of a dead worker may go on, to say so
 
 
