@@ -39,3 +39,23 @@ def test_a_storm_that_takes_the_syncer_too_is_survived_and_verifies(tmp_path: Pa
     assert outcome.engine.syncer.ledger.closes()
     assert losses.points[-1]["loss"] < losses.points[0]["loss"]
     assert verify(tmp_path).equal
+
+
+BLOCKING = [
+    *SMALL, "sync.learners=2", "sync.quorum=2", "sync.steps=20", "sync.fragments=1", "sync.interval_steps=5",
+    "sync.overlap_steps=0", "sync.merge=average", "sync.checkpoint_rounds=1", "sim.fold_s=0.3",
+    "sim.merge_s=0.5",
+]  # fmt: skip
+
+
+def test_a_blocking_run_comes_to_the_same_weights_whenever_its_syncer_is_stopped(tmp_path: Path) -> None:
+    """Between rounds, while steps are taken, while pushes are folded and while a merge is under way."""
+    straight = load(None, BLOCKING)
+    _, losses = train_virtually(straight, straight.sim)
+    plan = tmp_path / "plan.toml"
+    for at_s in (2.0, 6.05, 6.3, 6.7, 7.2, 13.4):
+        plan.write_text(f'[[fault]]\nkind="stop"\nworker="syncer"\nat_s={at_s}\nfor_s=3.0\n')
+        stopped = load(None, [*BLOCKING, f"sim.faults={plan}"])
+        outcome, again = train_virtually(stopped, stopped.sim)
+        assert outcome.complete and outcome.engine.epochs == 2
+        assert again.outer.digest() == losses.outer.digest(), at_s

@@ -397,9 +397,14 @@ class SyncerMachine:
         for fragment, round_ in self.rounds.flying.items():
             for worker, stretch in (*round_.folding.items(), *round_.folded.items()):
                 ledger.returned(worker, fragment, stretch)
+        flying, tick = list(self.rounds.flying), self.tick
+        if self.options.overlap_steps == 0 and due(tick, self.options) in flying:
+            # Every learner stands where this tick closed: it closes anew, with the round it had.
+            flying.remove(due(tick, self.options))
+            tick -= 1
         return SyncerState(
             epoch=self.epoch,
-            tick=self.tick,
+            tick=tick,
             rounds_merged=self.rounds_merged,
             versions=list(self.versions),
             taken=dict(self.roster.taken),
@@ -408,7 +413,7 @@ class SyncerMachine:
             sync_s=self.tempo.sync_s.value,
             ledger=ledger,
             published=list(self.rounds.published),
-            owed=[*self.rounds.owed, *self.rounds.flying],
+            owed=[*self.rounds.owed, *flying],
         )
 
     def restore(self, state: "SyncerState") -> None:
