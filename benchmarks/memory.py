@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--megabytes 200] [--rounds 2000]
 
 A real syncer process (`archipel syncer`) and synthetic learners (`senders.py`). First its peak resident
-memory, above what importing it takes, with 200 MB of weights in a few large fragments, for M = 2 and M = 16:
+memory, above what importing it takes, with 200 MB of weights in 24 fragments, for M = 2 and M = 16:
 every learner pushes and is sent every update. Then its resident memory over 2,000 rounds of a small model:
 the slope, over the later three quarters.
 
@@ -87,7 +87,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=float, default=200.0, help="of weights, in float32")
-    parser.add_argument("--fragments", type=int, default=3, help="the larger, the more a syncer holds")
+    parser.add_argument("--fragments", type=int, default=24, help="fewer are larger: receive buffers take more")
     parser.add_argument("--learners", type=int, nargs=2, default=(2, 16), metavar="M", help="to compare")
     parser.add_argument("--push-codec", default="float32", help="float32 needs the most memory")
     parser.add_argument("--rounds", type=int, default=2000, help="of the small model")

@@ -39,7 +39,7 @@ class SyncOptions(Struct, frozen=True, forbid_unknown_fields=True):
     update_codec: Literal["float32", "bf16"] = "float32"
     codec_block: int = 128  # elements that share a scale in int4, int8, e3m0
     error_feedback: bool = False  # add what the codec lost to the next push
-    pulls_max: int = 4  # pushes under way at once
+    pulls_max: int = 4  # pushes under way at once; each takes a receive buffer at the syncer
     pull_deadline_s: float = 60.0  # until a learner's own transfer times are known
     heartbeat_s: float = 2.0  # a silent courier says so this often
     silence_s: float = 15.0  # nothing heard for so long: the member is gone

@@ -34,7 +34,7 @@ T = TypeVar("T")
 class NetworkOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Section `[network]`: limits of what this end reads and sends, and its patience."""
 
-    chunk_bytes: int = 1 << 19  # of a bulk transfer; larger is not faster, and a stream holds a few of them
+    chunk_bytes: int = 1 << 20  # of a bulk transfer; larger is not faster, and a stream holds a few of them
     frame_bytes_max: int = 4 << 20  # longest control frame or transfer message; the rest is refused unread
     transfer_bytes_max: int = 8 << 30  # longest payload; refused before memory is asked for
     # Flow-control window of a stream; 0: gRPC follows bandwidth × delay, at about 13 MB an upload. A
