@@ -67,13 +67,12 @@ def _command(commands: Any, name: str, run: Callable[[Any], int], text: str) -> 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="TOML file of the run")
+    _add_overrides(parser, "override one option, as in sync.learners=4; may be given several times")
+
+
+def _add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one option, as in sync.learners=4; may be given several times",
+        "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text
     )
 
 
@@ -338,14 +337,7 @@ def _add_simulate(commands: Any) -> None:
     parser.add_argument(
         "config", nargs="?", default=None, help="TOML file of a run; [sim] says what things cost"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one option, as in sim.jitter=0.1",
-    )
+    _add_overrides(parser, "override one option, as in sim.jitter=0.1")
     parser.add_argument(
         "--out", default="", help="run folder for the tapes; default: a new one under run.out"
     )
@@ -394,7 +386,7 @@ def _add_plan(commands: Any) -> None:
         commands, "plan", _plan, "recommend M, K, P, H, overlap and bits for a cluster and its links"
     )
     parser.add_argument("config", nargs="?", default=None, help="TOML file with a [plan] section")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="plan.KEY=VALUE")
+    _add_overrides(parser, "describe the cluster, as in plan.chips=150000")
     parser.add_argument("--paper", choices=["table13"], help="the paper's bandwidth table, from this model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -424,14 +416,7 @@ def _add_replay(commands: Any) -> None:
     parser.add_argument(
         "--verify-only", action="store_true", help="only check that decisions follow from events"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change one thing, as in sync.merge=average: an ablation, not a copy",
-    )
+    _add_overrides(parser, "change one thing, as in sync.merge=average: an ablation, not a copy")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
