@@ -87,7 +87,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=float, default=200.0, help="of weights, in float32")
-    parser.add_argument("--fragments", type=int, default=24, help="fewer are larger: receive buffers take more")
+    parser.add_argument("--fragments", type=int, default=24, help="fewer and larger take more")
     parser.add_argument("--learners", type=int, nargs=2, default=(2, 16), metavar="M", help="to compare")
     parser.add_argument("--push-codec", default="float32", help="float32 needs the most memory")
     parser.add_argument("--rounds", type=int, default=2000, help="of the small model")
