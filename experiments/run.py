@@ -2,10 +2,11 @@
 
     python experiments/run.py [NAME ...] [--minutes 90] [--cores 2]
 
-Each experiment is a TOML file in this folder: what all its cells share, and its cells in the order they are run. A cell
-is overrides of a run's options; its result is appended to `results/NAME.json` as soon as it is there, so that a run
-that is cut short goes on where it stopped. Cells that were not run say `not run`; nothing is filled in. `--table NAME`
-prints what there is, mean ± spread over seeds, beside the paper's figure.
+Each experiment is a TOML file in this folder: what all its cells share, and its cells in the order they are
+run. A cell is overrides of a run's options; its result is appended to `results/NAME.json` as soon as it is
+there, so that a run that is cut short goes on where it stopped. Cells that were not run say `not run`;
+nothing is filled in. `--table NAME` prints what there is, mean ± spread over seeds, beside the paper's
+figure.
 """
 
 import argparse
@@ -27,7 +28,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def cells(experiment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all cells: every variant, for every number of learners, for every seed, in the order to run them."""
+    """Return all cells: every variant, for every number of learners, for every seed, in the order to run
+    them."""
     return [
         {"variant": variant, "learners": learners, "seed": seed}
         for seed in experiment["seeds"]
