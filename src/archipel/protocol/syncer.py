@@ -398,9 +398,10 @@ class SyncerMachine:
             for worker, stretch in (*round_.folding.items(), *round_.folded.items()):
                 ledger.returned(worker, fragment, stretch)
         flying, tick = list(self.rounds.flying), self.tick
-        if self.options.overlap_steps == 0 and due(tick, self.options) in flying:
+        waited_for = due(tick, self.options)
+        if self.options.overlap_steps == 0 and waited_for is not None and waited_for in flying:
             # Every learner stands where this tick closed: it closes anew, with the round it had.
-            flying.remove(due(tick, self.options))
+            flying.remove(waited_for)
             tick -= 1
         return SyncerState(
             epoch=self.epoch,
