@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import ArchipelError
 
-DEMO_TICKS = 320
+DEMO_TICKS = 480
 log = logging.getLogger("archipel")
 
 
@@ -110,7 +110,7 @@ def _demo(options: argparse.Namespace) -> int:
     ]
     loaded = config.load(Path(__file__).parent / "demo.toml", overrides)
     victim = f"learner-{options.learners - 1}"
-    fleet = Fleet(loaded, _run_folder(options.out, loaded), [Kill(victim, options.ticks // 3)])
+    fleet = Fleet(loaded, _run_folder(options.out, loaded), [Kill(victim, options.ticks // 4)])
     fleet.quiet = options.json and not sys.stdout.isatty()
     summary = fleet.run()
     learner = fleet.series.learners.get(victim)

@@ -178,7 +178,8 @@ def replay(
     began = time.monotonic()
     header = _syncer_header(run_dir)
     config = _config_of(header, overrides)
-    torch.set_num_threads(int(header.environment.get("learner_threads", 1)))
+    environments = learner_environments(run_dir)
+    torch.set_num_threads(max((env["threads"] for env in environments), default=1))
     corpus = data.load(config.data)
     schema, weights, model = initial_weights(config, header.environment.get("init", ""))
     config = msgspec.structs.replace(config, model=model)
@@ -194,7 +195,7 @@ def replay(
         tape_digest=tape_digest(run_dir),
         records=follower.records,
         first_difference=checker.first,
-        conditions=differing_conditions(header),
+        conditions=differing_conditions(environments),
         val_loss=_loss(outer, config.model, config, corpus) if evaluated or overrides else None,
         seconds=round(time.monotonic() - began, 3),
     )
@@ -221,16 +222,30 @@ def _config_of(header: Header, overrides: list[str]) -> Config:
     return from_tree(tree)
 
 
-def differing_conditions(header: Header) -> list[str]:
-    """Return what the recorded run had otherwise than this process, of what can change a bit of a result."""
+def learner_environments(run_dir: Path) -> list[dict[str, Any]]:
+    """Return what each learner's process said of itself: torch version, threads, CPU capability."""
+    found = []
+    for file in workers(run_dir):
+        if file.worker != m.SYNCER:
+            events = (record.event for record in read(file.path))
+            prepared = next((event for event in events if isinstance(event, m.Prepared)), None)
+            if prepared is not None and prepared.environment:
+                found.append(prepared.environment)
+    return found
+
+
+def differing_conditions(environments: list[dict[str, Any]]) -> list[str]:
+    """Return what recorded processes had otherwise than this one, of what can change a bit of a result."""
     here = {
         "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
+    recorded = {(name, env.get(name)) for env in environments for name in here}
     return [
-        f"{name}: recorded {header.environment.get(name)!r}, here {value!r}"
-        for name, value in here.items()
-        if header.environment.get(name) != value
+        f"{name}: recorded {value!r}, here {here[name]!r}"
+        for name, value in sorted(recorded, key=str)
+        if value != here[name]
     ]
 
 

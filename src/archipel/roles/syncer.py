@@ -352,16 +352,16 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
     else:
         state = restore(machine, outer, found)
         log.info("resumed path=%s tick=%d digest=%s", found.path.name, machine.tick, outer.digest())
-    role = SyncerRole(
-        machine, outer, _tape(config, opening.out, seed_of(machine, state), _sizes(outer)), directory
-    )
+    environment = {**_sizes(outer), "init": str(Path(opening.init).resolve()) if opening.init else ""}
+    tape = _tape(config, opening.out, {**machine.settings, **seed_of(machine, state)}, environment)
+    role = SyncerRole(machine, outer, tape, directory)
     role.keep = config.checkpoint.keep
     role.server = _listen(role, config, opening)
     return role
 
 
 def _tape(
-    config: configuration.Config, out: Path, seed: dict[str, Any], environment: dict[str, Any]
+    config: configuration.Config, out: Path, settings: dict[str, Any], environment: dict[str, Any]
 ) -> TapeWriter:
     incarnation = secrets.token_hex(4)
     header = Header(
@@ -370,7 +370,7 @@ def _tape(
         role=m.SYNCER,
         incarnation=incarnation,
         started=time.time(),
-        settings={**configuration.settings_of(config), **seed},
+        settings=settings,
         environment={
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
