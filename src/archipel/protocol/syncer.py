@@ -50,9 +50,7 @@ class SyncerMachine:
     phase: str = "running"
     tries_left: int = LAST_TRIES
     parting_until: float = 0.0
-    idle_since: float | None = (
-        None  # without a learner since; None: there is one, or nothing has happened yet
-    )
+    idle_since: float | None = None  # without a learner since then; None: there is one
     said: str = ""
     live: list[Member] = field(default_factory=list)  # refreshed whenever a member changes
     again_at: float | None = None  # when the open tick's verdict could change by itself
