@@ -342,7 +342,9 @@ def _add_simulate(commands: Any) -> None:
         "--out", default="", help="run folder for the tapes; default: a new one under run.out"
     )
     parser.add_argument(
-        "--paper", choices=["table1", "gasloc-rounds"], help="a table of the papers, from this simulator"
+        "--paper",
+        choices=["table1", "section3", "gasloc-rounds"],
+        help="a table of the papers, from this simulator",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -353,6 +355,10 @@ def _simulate(options: argparse.Namespace) -> int:
         from .sim.goodput import table1
 
         _report(table1(options.seed), options.json)
+    elif options.paper == "section3":
+        from .sim.section3 import section3
+
+        _report(section3(), options.json)
     elif options.paper == "gasloc-rounds":
         from .sim.rounds import gasloc_rounds
 
