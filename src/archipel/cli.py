@@ -272,12 +272,20 @@ def _add_evaluator(commands: Any) -> None:
         commands, "evaluator", _evaluator, "follow a run and measure its merged model's validation loss"
     )
     _add_worker(parser)
+    parser.add_argument("--fresh", action="store_true", help="evaluate the configuration's own weights first")
 
 
 def _evaluator(options: argparse.Namespace) -> int:
     from .roles.evaluator import watch
 
-    watch(_load(options), syncer=options.syncer, out=Path(options.out), tls=options.tls, nice=options.nice)
+    watch(
+        _load(options),
+        syncer=options.syncer,
+        out=Path(options.out),
+        tls=options.tls,
+        nice=options.nice,
+        fresh=options.fresh,
+    )
     return 0
 
 

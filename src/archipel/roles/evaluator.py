@@ -18,8 +18,14 @@ from .learner import Learner, Metrics, Parting, StopFlag, agreed, load_data
 WAIT_S = 0.2
 
 
-def watch(config: Config, *, syncer: str, out: Path, tls: str = "", nice: int = 0) -> None:
-    """Evaluate until the run is done, writing lines of kind "validation" to `metrics.jsonl`."""
+def watch(
+    config: Config, *, syncer: str, out: Path, tls: str = "", nice: int = 0, fresh: bool = False
+) -> None:
+    """Evaluate until the run is done, writing lines of kind "validation" to `metrics.jsonl`.
+
+    fresh: the run began with the weights its configuration makes. They are evaluated first, as round 0,
+    however far the run has come by the time we are ready.
+    """
     torch.set_num_threads(1)
     observer = Learner(
         torch.nn.Identity(),  # until the syncer has said which model
@@ -37,31 +43,34 @@ def watch(config: Config, *, syncer: str, out: Path, tls: str = "", nice: int = 
     os.nice(nice)
     with Parting(observer):
         if not observer.done:
-            _watch(agreed(config, settings), observer)
+            _watch(agreed(config, settings), observer, fresh)
 
 
-def _watch(config: Config, observer: Learner) -> None:
+def _watch(config: Config, observer: Learner, fresh: bool) -> None:
     options = config.evaluate
     batches = list(load_data(config, observer.settings).validation(options.batches, options.batch))
     observer.model = model = models.build(config.model)
-    observer.adopt()
     metrics = Metrics(observer.out / "metrics.jsonl", observer)
     evaluated = -1
+    if fresh:
+        evaluated = 0
+        _note(metrics, 0, 0, evaluate(model, batches))
+    observer.adopt()
     while not observer.done:
         # A syncer that resumed from a checkpoint takes the weights, and their round, back.
         if evaluated < 0 or not evaluated <= observer.round < evaluated + options.every_rounds:
             evaluated = observer.round
-            _note(metrics, observer, evaluate(model, batches))
+            _note(metrics, evaluated, observer.tick, evaluate(model, batches))
         observer.trainer.wait(WAIT_S)
     if observer.round != evaluated and not observer.stopped():
-        _note(metrics, observer, evaluate(model, batches))
+        _note(metrics, observer.round, observer.tick, evaluate(model, batches))
 
 
-def _note(metrics: Metrics, observer: Learner, found: Evaluation) -> None:
+def _note(metrics: Metrics, merges: int, tick: int, found: Evaluation) -> None:
     metrics.write(
         kind="validation",
-        round=observer.round,
-        tick=observer.tick,
+        round=merges,
+        tick=tick,
         loss=found.loss,
         accuracy=found.accuracy,
         tokens=found.tokens,

@@ -124,6 +124,7 @@ class Fleet:
             launcher.start(self._program(name, command, threads=threads))
         command = ["evaluator", str(self.out / "config.toml"), "--syncer", address]
         command += ["--nice", str(EVALUATOR_NICE)]
+        command += [] if self.resume or self.init else ["--fresh"]
         launcher.start(self._program("evaluator", command))
 
     # ---- watching ----
