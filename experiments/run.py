@@ -29,12 +29,13 @@ def load(name: str) -> dict[str, Any]:
 
 def cells(experiment: dict[str, Any]) -> list[dict[str, Any]]:
     """Return all cells: every variant, for every number of learners, for every seed, in the order to run
-    them."""
+    them. A variant may name seeds and learners of its own."""
     return [
         {"variant": variant, "learners": learners, "seed": seed}
         for seed in experiment["seeds"]
         for learners in experiment["learners"]
         for variant in experiment["variant"]
+        if seed in variant.get("seeds", (seed,)) and learners in variant.get("learners", (learners,))
     ]
 
 
