@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from archipel import cli
+from archipel.commands import files
 from archipel.errors import ArchipelError
 
 COMMANDS = ["demo", "train", "syncer", "learner", "evaluator", "data", "tape", "certs", "replay"]
@@ -72,9 +73,9 @@ def test_interrupt_and_error_have_their_codes(monkeypatch: pytest.MonkeyPatch) -
 
         return command
 
-    monkeypatch.setattr(cli, "_tape", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(files, "_tape", raising(KeyboardInterrupt()))
     assert run("tape", "x") == 130
-    monkeypatch.setattr(cli, "_tape", raising(ArchipelError("a reason")))
+    monkeypatch.setattr(files, "_tape", raising(ArchipelError("a reason")))
     assert run("tape", "x") == 2
 
 

@@ -1,0 +1,132 @@
+"""What if: `simulate`, `plan`, `replay`."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArchipelError
+from .shared import add_overrides, command, load, report, run_folder
+
+
+def add_simulate(commands: Any) -> None:
+    parser = command(commands, "simulate", _simulate, "run the protocol or a fleet in virtual time")
+    parser.add_argument(
+        "config", nargs="?", default=None, help="TOML file of a run; [sim] says what things cost"
+    )
+    add_overrides(parser, "override one option, as in sim.jitter=0.1")
+    parser.add_argument(
+        "--out", default="", help="run folder for the tapes; default: a new one under run.out"
+    )
+    parser.add_argument(
+        "--paper",
+        choices=["table1", "section3", "gasloc-rounds"],
+        help="a table of the papers, from this simulator",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    if options.paper == "table1":
+        from ..sim.goodput import table1
+
+        report(table1(options.seed), options.json)
+    elif options.paper == "section3":
+        from ..sim.section3 import section3
+
+        report(section3(), options.json)
+    elif options.paper == "gasloc-rounds":
+        from ..sim.rounds import gasloc_rounds
+
+        report(gasloc_rounds(), options.json)
+    elif options.config is None:
+        raise ArchipelError("simulate: give the TOML file of a run, or a table with --paper")
+    else:
+        return _simulate_run(options)
+    return 0
+
+
+def _simulate_run(options: argparse.Namespace) -> int:
+    from ..sim.scenario import Run, simulate
+
+    loaded = load(options)
+    folder = run_folder(options.out, loaded)
+    if loaded.sim.compute == "tensors":
+        from ..roles.simulation import train_virtually
+
+        outcome, losses = train_virtually(loaded, loaded.sim, seed=options.seed, folder=folder)
+        report({**outcome.figures(), "losses": losses.points}, options.json)
+    else:
+        run = Run(loaded.sync, loaded.sim, loaded.run.name, options.seed, loaded.data.shards)
+        outcome = simulate(run, folder=folder)
+        report(outcome.figures(), options.json)
+    return 0 if outcome.complete else 1
+
+
+def add_plan(commands: Any) -> None:
+    parser = command(
+        commands, "plan", _plan, "recommend M, K, P, H, overlap and bits for a cluster and its links"
+    )
+    parser.add_argument("config", nargs="?", default=None, help="TOML file with a [plan] section")
+    add_overrides(parser, "describe the cluster, as in plan.chips=150000")
+    parser.add_argument("--paper", choices=["table13"], help="the paper's bandwidth table, from this model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .. import config
+    from ..sim import bandwidth, planner
+
+    if options.paper:
+        report(bandwidth.table13(), options.json)
+        return 0
+    section = config.section(options.config, "plan", planner.PlanOptions, options.overrides)
+    plan = planner.plan(section, options.seed)
+    if options.json:
+        report(planner.as_dict(plan), True)
+    else:
+        print(planner.render(plan))
+    return 0
+
+
+def add_replay(commands: Any) -> None:
+    parser = command(
+        commands, "replay", _replay, "replay a run: bit for bit, or the same storm with one thing changed"
+    )
+    parser.add_argument("run", help="run folder")
+    parser.add_argument(
+        "--verify-only", action="store_true", help="only check that decisions follow from events"
+    )
+    add_overrides(parser, "change one thing, as in sync.merge=average: an ablation, not a copy")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+
+def _replay(options: argparse.Namespace) -> int:
+    import msgspec
+
+    from ..tape.replay import verify
+    from ..tape.tape import digest
+
+    began = time.monotonic()
+    verified = verify(options.run)
+    found: dict[str, Any] = {
+        "equal": verified.equal,
+        "records": verified.records,
+        "first_difference": msgspec.to_builtins(verified.first_difference),
+        "tape_digest": digest(options.run),
+    }
+    if verified.equal and not options.verify_only:
+        from ..roles.local import replay
+
+        found = msgspec.to_builtins(replay(Path(options.run), options.overrides, progress=_progress))
+    found["seconds"] = round(time.monotonic() - began, 3)
+    report(found, options.json)
+    return 0 if found["equal"] or options.overrides else 1
+
+
+def _progress(records: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{records} records", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,95 @@
+"""One worker of a run: `syncer`, `learner`, `evaluator`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .shared import add_config, command, load
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--syncer", required=True, metavar="HOST:PORT")
+    parser.add_argument("--out", default="out/learner", help="folder for tape, journal and metrics")
+    parser.add_argument("--nice", type=int, default=0, help="lower the priority of computing by so much")
+    parser.add_argument(
+        "--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)"
+    )
+
+
+def add_syncer(commands: Any) -> None:
+    parser = command(commands, "syncer", _syncer, "run a syncer that learners connect to")
+    add_config(parser)
+    parser.add_argument(
+        "--listen", default="127.0.0.1:7000", metavar="HOST:PORT", help=":7000 for all interfaces"
+    )
+    parser.add_argument("--out", default="out/syncer", help="run folder: tape, checkpoints, result")
+    parser.add_argument(
+        "--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint")
+    parser.add_argument("--init", default="", help="safetensors file of weights to start from")
+    parser.add_argument("--address-file", default="", help="write the address really bound to this file")
+
+
+def _syncer(options: argparse.Namespace) -> int:
+    from ..roles.syncer import Opening, serve
+
+    opening = Opening(
+        out=Path(options.out),
+        listen=options.listen,
+        tls=options.tls,
+        resume=options.resume,
+        init=options.init,
+        address_file=options.address_file,
+    )
+    finish = serve(load(options), opening)
+    return 0 if finish.complete else 1
+
+
+def add_learner(commands: Any) -> None:
+    parser = command(commands, "learner", _learner, "train the run's built-in model as one of its learners")
+    _add_worker(parser)
+    parser.add_argument("--name", default="", help="unique in the run; the same name continues its data")
+    parser.add_argument("--threads", type=int, default=0, help="computing threads; 0: torch's own choice")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+
+
+def _learner(options: argparse.Namespace) -> int:
+    from ..roles.learner import Learner, train
+
+    loaded = load(options)
+    learner = Learner(
+        None,  # type: ignore[arg-type]  # built once the syncer has said which
+        None,
+        syncer=options.syncer,
+        name=options.name,
+        run=loaded.run.name,
+        out=options.out,
+        tls=options.tls,
+        network=loaded.network,
+    )
+    train(loaded, learner, threads=options.threads, nice=options.nice, device=options.device)
+    return 0
+
+
+def add_evaluator(commands: Any) -> None:
+    parser = command(
+        commands, "evaluator", _evaluator, "follow a run and measure its merged model's validation loss"
+    )
+    _add_worker(parser)
+    parser.add_argument("--fresh", action="store_true", help="evaluate the configuration's own weights first")
+
+
+def _evaluator(options: argparse.Namespace) -> int:
+    from ..roles.evaluator import watch
+
+    watch(
+        load(options),
+        syncer=options.syncer,
+        out=Path(options.out),
+        tls=options.tls,
+        nice=options.nice,
+        fresh=options.fresh,
+    )
+    return 0
