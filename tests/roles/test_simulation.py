@@ -32,6 +32,14 @@ def test_one_seed_gives_one_tape_and_one_loss(tmp_path: Path) -> None:
     assert other.tape_digest != first.tape_digest
 
 
+def test_the_runs_seed_draws_weights_and_data_as_in_a_live_run() -> None:
+    firsts = []
+    for seed in (0, 1):
+        config = load(None, [*SMALL, "sync.steps=4", f"run.seed={seed}"])
+        firsts.append(train_virtually(config, config.sim)[1].points[0]["loss"])
+    assert firsts[0] != firsts[1]
+
+
 def test_a_storm_that_takes_the_syncer_too_is_survived_and_verifies(tmp_path: Path) -> None:
     config = load(None, SMALL + STORM)
     outcome, losses = train_virtually(config, config.sim, seed=4, folder=tmp_path)

@@ -51,6 +51,7 @@ def _simulate(options: argparse.Namespace) -> int:
 def _simulate_run(options: argparse.Namespace) -> int:
     from ..sim.scenario import Run, simulate
 
+    options.overrides.append(f"run.seed={options.seed}")
     loaded = load(options)
     folder = run_folder(options.out, loaded)
     if loaded.sim.compute == "tensors":

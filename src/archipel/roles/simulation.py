@@ -20,7 +20,7 @@ from ..train import data, models
 from ..train.compute import OuterState
 from ..train.evaluate import evaluate
 from .local import LocalLearner, LocalSyncer
-from .syncer import initial_weights
+from .syncer import initial_weights, seeded
 
 
 @dataclass
@@ -61,6 +61,7 @@ def train_virtually(
 ) -> tuple[Outcome, Losses]:
     """Run `config` in virtual time with real tensors; return what happened and how the loss fell."""
     torch.set_num_threads(1)
+    config = seeded(config)
     schema, weights, model = initial_weights(config, "")
     config = msgspec.structs.replace(config, model=model)
     corpus = data.load(config.data)
