@@ -10,30 +10,12 @@ of a fragment is the number of merges it has been through; `tick` is the syncer'
 
 from typing import Any, Literal, Protocol
 
-from msgspec import Struct
+from .gossip import GossipAction, GossipEvent, GossipMessage
+from .roots import PROTOCOL_VERSION, Action, Event, Message, TensorSpec
 
-PROTOCOL_VERSION = 1
+__all__ = ["PROTOCOL_VERSION", "Action", "Event", "Message", "TensorSpec"]  # beside what is defined here
+
 SYNCER = "syncer"
-
-
-class TensorSpec(Struct, frozen=True, array_like=True):
-    """One synchronised tensor as workers must agree on it. Data types may differ between workers."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Literal["parameter", "buffer"] = "parameter"
-
-
-class Message(Struct, frozen=True, tag=True, omit_defaults=True):
-    """Root of everything that travels between workers."""
-
-
-class Event(Struct, frozen=True, tag=True, omit_defaults=True):
-    """Root of everything a machine is told."""
-
-
-class Action(Struct, frozen=True, tag=True, omit_defaults=True):
-    """Root of everything a machine decides."""
 
 
 # ---- messages, learner to syncer ----
@@ -177,7 +159,7 @@ class Done(Message, frozen=True):
 
 AnyMessage = (
     Join | Progress | Push | Nothing | Arrived | Landed | Heartbeat | Leave
-    | Welcome | Refused | Pull | TickClosed | Update | Done
+    | Welcome | Refused | Pull | TickClosed | Update | Done | GossipMessage
 )  # fmt: skip
 
 
@@ -230,7 +212,7 @@ class Prepared(Event, frozen=True):
     """A learner's compute port is ready to adopt weights: the model is built to the settings received."""
 
     schema: tuple[TensorSpec, ...]
-    environment: dict[str, Any] = {}  # of the computing process: what could change a bit of a result
+    environment: dict[str, Any] = {}  # noqa: RUF012 (of the computing process: what could change a bit)
 
 
 class Folded(Event, frozen=True):
@@ -271,7 +253,7 @@ class StopRequested(Event, frozen=True):
 
 AnyEvent = (
     Connected | Disconnected | Received | Woke | StepCompleted | Applied | Prepared
-    | Folded | Rejected | Merged | MergeFailed | StopRequested
+    | Folded | Rejected | Merged | MergeFailed | StopRequested | GossipEvent
 )  # fmt: skip
 
 
@@ -390,7 +372,7 @@ class Finish(Action, frozen=True):
 
 AnyAction = (
     Send | Close | Wake | Prepare | Copy | Apply | Hold | Resume | Stop
-    | Tally | Fold | Merge | Discard | Save | Notice | Finish
+    | Tally | Fold | Merge | Discard | Save | Notice | Finish | GossipAction
 )  # fmt: skip
 
 
