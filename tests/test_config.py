@@ -32,7 +32,7 @@ def loaded(*overrides: str) -> Config:
         (["sync.outer_lr=0"], "sync.outer_lr=0.0 must be positive"),
         (["sync.outer_lr=nan"], "sync.outer_lr=nan must be positive"),
         (["sync.codec_block=7"], "sync.codec_block=7 must be even and at least 2; use 128"),
-        (["sync.max_lead_steps=1"], "max_lead_steps=1 is below sync.overlap_steps=2"),
+        (["sync.max_lead_steps=-1"], "max_lead_steps=-1 must not be negative"),
         (["sync.heartbeat_s=0"], "sync.heartbeat_s=0.0 must be positive"),
         (["sync.silence_s=nan"], "sync.silence_s=nan must be positive"),
         (["sync.pull_deadline_s=-1"], "sync.pull_deadline_s=-1.0 must be positive"),

@@ -173,10 +173,10 @@ def _broken_rules(sync: SyncOptions) -> list[str]:
         broken.append(f"outer_lr={sync.outer_lr} must be positive and below 100")
     if sync.codec_block < 2 or sync.codec_block % 2:
         broken.append(f"codec_block={sync.codec_block} must be even and at least 2; use 128")
-    if sync.max_lead_steps is not None and sync.max_lead_steps < sync.overlap_steps:
+    if sync.max_lead_steps is not None and sync.max_lead_steps < 0:
         broken.append(
-            f"max_lead_steps={sync.max_lead_steps} is below sync.overlap_steps={sync.overlap_steps}: "
-            "a learner would wait for updates that may still be in flight; use at least the overlap"
+            f"max_lead_steps={sync.max_lead_steps} must not be negative: with 0 a learner waits for every "
+            "update at its tick, without the option it never waits"
         )
     for name in ("heartbeat_s", "silence_s", "pull_deadline_s"):
         if not getattr(sync, name) > 0:
