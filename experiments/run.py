@@ -66,6 +66,7 @@ def run_cell(experiment: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]
     kept = ("complete", "goodput", "virtual_s", "rounds", "rounds_per_step", "participants", "merged_share")
     return {
         "loss": losses.points[-1]["loss"],
+        "accuracy": losses.points[-1]["accuracy"],
         "points": losses.points,
         **{name: figures[name] for name in kept},
         "tokens": figures["tokens"]["consumed"] // config.sync.fragments,
@@ -109,6 +110,9 @@ def run(names: list[str], minutes: float, cores: int) -> None:
             done, _ = wait(running, return_when="FIRST_COMPLETED")
             for future in done:
                 name, cell = running.pop(future)
+                if error := future.exception():
+                    print(f"{name}: {key(cell)}: failed: {error!r}", flush=True)
+                    continue
                 write(name, {**read(name), key(cell): future.result()})
                 print(f"{name}: {key(cell)}: loss {future.result()['loss']:.4f}", flush=True)
     print(f"{len(todo)} cells not run")
