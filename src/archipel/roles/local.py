@@ -60,10 +60,19 @@ class LocalLearner:
         self._optimizer, self._schedule = optim.build(self.model, config.optimizer, config.sync.steps)
         self._said(m.Prepared(self._parameters.schema))
 
-    def step(self, number: int, tick: int) -> tuple[int, tuple[int, ...]]:
-        """Take inner step `number` at the learning rate of `tick`; return its tokens and what was copied."""
+    @property
+    def position(self) -> int:
+        """Tokens of the shard drawn so far."""
+        return self._stream.position
+
+    def step(self, number: int, tick: int, rows: int | None = None) -> tuple[int, tuple[int, ...]]:
+        """Take inner step `number` at the learning rate of `tick`; return its tokens and what was copied.
+
+        rows: windows or images of this step, where a driver knows better than `data.batch`: a batch may
+        change at any step, the data stream goes on where it stands.
+        """
         config = self._config
-        batch = self._stream.next(config.data.batch)
+        batch = self._stream.next(config.data.batch if rows is None else rows)
         self.loss, tokens = optim.inner_step(
             self.model, self._optimizer, batch, options=config.optimizer, lr=self._schedule(tick)
         )
