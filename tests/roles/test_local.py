@@ -4,7 +4,7 @@ from archipel.config import load, settings_of
 from archipel.roles.local import LocalLearner
 from archipel.train import data
 
-SMALL = ["sync.fragments=2", "sync.interval_steps=2", "model.width=16", "model.layers=1", "model.heads=2",
+SMALL = ["sync.fragments=2", "sync.interval_steps=4", "model.width=16", "model.layers=1", "model.heads=2",
          "model.vocabulary=256", "model.sequence=16", "data.sequence=16", "data.batch=4"]  # fmt: skip
 
 
