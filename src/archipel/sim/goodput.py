@@ -15,29 +15,16 @@ Invariants: the useful time of a learner is whole steps; goodput = useful slice 
 owns, never above 1; same options and seed, same figures.
 """
 
-import heapq
 import math
 import time
-from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct, to_builtins
 
 from ..errors import ConfigError
 from . import baselines
-from .hardware import (
-    STREAM_FAILURES,
-    STREAM_HITS,
-    STREAM_RETURNS,
-    HardwareOptions,
-    ReturnTimes,
-    capacity_changes,
-    slices_per_learner,
-    step_factor,
-    stream,
-)
-
-_BATCH = 1024  # random numbers drawn at once
+from .hardware import HardwareOptions, slices_per_learner, step_factor
+from .slices import Slices
 
 
 class LearnerFigures(Struct, frozen=True):
@@ -131,95 +118,53 @@ def timeline(options: HardwareOptions, learner: int, horizon_s: float, seed: int
         start_s=np.array(walk.starts),
         end_s=np.array(walk.ends),
         slices=np.array(walk.sizes, dtype=np.int64),
-        owned_slice_s=walk.owned_slice_s,
-        failures=walk.failures,
+        owned_slice_s=walk.slices.owned_slice_s,
+        failures=walk.slices.failures,
         stops=walk.stops,
         step_s=walk.step_s,
     )
 
 
-def _exponentials(generator: np.random.Generator) -> Iterator[float]:
-    while True:
-        yield from generator.standard_exponential(_BATCH).tolist()
-
-
-def _uniforms(generator: np.random.Generator) -> Iterator[float]:
-    while True:
-        yield from generator.random(_BATCH).tolist()
-
-
 class _Walk:
-    """One learner on its way through time.
-
-    `exposure` is what is left until the next failure, in units of mean failures: a stepping learner uses it
-    up at `live · failure_hz`, so that a change of size in between needs no new draw.
-    """
+    """One learner on its way through time, from event to event."""
 
     def __init__(self, options: HardwareOptions, learner: int, horizon_s: float, seed: int) -> None:
-        self.options, self.horizon_s = options, horizon_s
+        self.slices = Slices(options, learner, seed, horizon_s)
+        self.horizon_s = horizon_s
         self.step_s = options.step_s * step_factor(options, learner)
-        self.owned = self.live = slices_per_learner(options)
-        self.failure_hz = options.chips / options.learners / self.live / options.mtbi_s  # of one slice
-        self.exposures = _exponentials(stream(seed, learner, STREAM_FAILURES))
-        self.hits = _uniforms(stream(seed, learner, STREAM_HITS))
-        self.returns = ReturnTimes(options, stream(seed, learner, STREAM_RETURNS))
-        self.changes = capacity_changes(options, seed, learner)
-        self.change_s, self.change_to = next(self.changes, (math.inf, 0))
-        self.exposure = next(self.exposures)
-        self.out: list[float] = []  # heap of the times at which failed slices return
-        self.now_s = self.owned_slice_s = 0.0
-        self.failures = self.stops = 0
+        self.now_s = 0.0
+        self.stops = 0
         self.starts: list[float] = []
         self.ends: list[float] = []
         self.sizes: list[int] = []
+        self.slices.admit(0.0)  # what it owns when the run starts stops nobody
 
     def advance(self) -> None:
         """Go on to the next event: a change of size, a failure, or the horizon."""
-        next_s = min(self.out[0] if self.out else math.inf, self.change_s)
+        next_s = self.slices.next_s
         if next_s <= self.now_s:
-            owned, live = self.owned, self.live
-            returned = self.admit()
-            # What a learner owns when the run starts, or when it comes into being, stops nobody.
-            present = self.now_s > 0 and owned and self.owned
-            if present and (returned or owned != self.owned):
-                self.stop(self.options.upscale_s if self.live > live else self.options.downscale_s)
-        elif not self.live:
+            stop_s = self.slices.admit(self.now_s)
+            if stop_s is not None:
+                self.stop(stop_s)
+        elif not self.slices.live:
             self.pass_time(next_s)
         else:
             self.step_until(next_s)
 
-    def admit(self) -> int:
-        """Take in what is due: returned slices and changes of capacity. Return how many slices returned."""
-        returned = 0
-        while self.out and self.out[0] <= self.now_s:
-            heapq.heappop(self.out)
-            returned += 1
-        self.live += returned
-        while self.change_s <= self.now_s:
-            self.resize(self.change_to)
-            self.change_s, self.change_to = next(self.changes, (math.inf, 0))
-        return returned
-
-    def resize(self, slices: int) -> None:
-        """Own so many slices from now on; healthy ones are given away first."""
-        self.live += slices - self.owned
-        self.owned = slices
-        while self.live < 0:
-            self.out.pop()  # the last leaf of a heap: removing it keeps the order of the rest
-            self.live += 1
-
     def step_until(self, event_s: float) -> None:
         """Step whole steps until a failure, the event's step boundary or the horizon, whichever is first."""
-        failing_hz = self.live * self.failure_hz
+        slices, failing_hz = self.slices, self.slices.failing_hz
         to_event = math.ceil((min(event_s, self.horizon_s) - self.now_s) / self.step_s)
-        to_failure = self.exposure / failing_hz / self.step_s if failing_hz else math.inf
+        to_failure = slices.exposure / failing_hz / self.step_s if failing_hz else math.inf
         if to_failure >= to_event:
-            self.exposure -= to_event * self.step_s * failing_hz
+            slices.exposure -= to_event * self.step_s * failing_hz
             self.useful(to_event)
             return
         whole = int(to_failure)
         self.useful(whole)
-        self.fail(self.step_s * failing_hz * (whole + 1) - self.exposure)
+        rest = self.step_s * failing_hz * (whole + 1) - slices.exposure
+        self.pass_time(self.now_s + self.step_s)
+        self.stop(slices.fail(rest, self.now_s))
 
     def useful(self, steps: int) -> None:
         """Record a stretch of useful steps; a step that the horizon cuts off does not count."""
@@ -229,56 +174,18 @@ class _Walk:
         if end_s > self.now_s:
             self.starts.append(self.now_s)
             self.ends.append(end_s)
-            self.sizes.append(self.live)
+            self.sizes.append(self.slices.live)
         self.pass_time(self.now_s + steps * self.step_s)
-
-    def fail(self, rest: float) -> None:
-        """Lose this step and every slice that fails in it.
-
-        rest: exposure between the first failure and the end of the step.
-        """
-        failed = 1
-        exposure = next(self.exposures)
-        while exposure < rest and failed < self.live:
-            failed += next(self.hits) * self.live >= failed  # it may hit a slice that is already down
-            rest -= exposure
-            exposure = next(self.exposures)
-        # Where all are down already, the draw starts anew: exponential times have no memory.
-        self.exposure = exposure - rest if exposure > rest else next(self.exposures)
-        self.failures += failed
-        self.pass_time(self.now_s + self.step_s)
-        away_s = [self.returns.draw() for _ in range(failed)]
-        if not self.options.elastic:
-            self.stop(max(away_s) + self.options.downscale_s + self.options.upscale_s)
-            return
-        self.live -= failed
-        for seconds in away_s:
-            heapq.heappush(self.out, self.now_s + seconds)
-        self.stop(self.options.downscale_s)
 
     def stop(self, seconds: float) -> None:
         """Stand still; what fails or comes back meanwhile is dealt with in the same stop."""
         self.stops += 1
         self.pass_time(self.now_s + seconds)
-        self.admit()
-        if self.options.fails_while_stopped and self.options.elastic:
-            self.fail_while_stopped(seconds)
-
-    def fail_while_stopped(self, seconds: float) -> None:
-        """Use up exposure during a stop; the reconfiguration under way leaves those slices out too."""
-        left_s = seconds
-        while self.live and self.exposure < left_s * self.live * self.failure_hz:
-            left_s -= self.exposure / (self.live * self.failure_hz)
-            self.exposure = next(self.exposures)
-            self.live -= 1
-            self.failures += 1
-            heapq.heappush(self.out, self.now_s - left_s + self.returns.draw())
-        self.exposure -= left_s * self.live * self.failure_hz
+        self.slices.stopped(seconds, self.now_s)
 
     def pass_time(self, to_s: float) -> None:
-        """Let time pass and count the slice time owned, up to the horizon."""
-        seconds = min(to_s, self.horizon_s) - min(self.now_s, self.horizon_s)
-        self.owned_slice_s += self.owned * seconds
+        """Let time pass and count the slice time owned."""
+        self.slices.count_to(to_s)
         self.now_s = to_s
 
 
