@@ -64,12 +64,12 @@ def test_an_empty_run_name_accepts_whatever_is_served() -> None:
 
 
 def test_a_name_takes_the_shard_it_ends_in_and_keeps_it() -> None:
-    assert choose_shard("L-2", join(), {}, 4) == 2
-    assert choose_shard("L-2", join(), {"L-2": 3}, 4) == 3
-    assert choose_shard("L-2", join(), {"x": 2}, 4) == 0
-    assert choose_shard("L-9", join(), {}, 4) == 0
-    assert choose_shard("L-0", join(shard=3), {}, 4) == 3
-    assert choose_shard("L-9", join(), {str(i): i for i in range(4)}, 4) is None
+    assert choose_shard("L-2", -1, {}, 4) == 2
+    assert choose_shard("L-2", -1, {"L-2": 3}, 4) == 3
+    assert choose_shard("L-2", -1, {"x": 2}, 4) == 0
+    assert choose_shard("L-9", -1, {}, 4) == 0
+    assert choose_shard("L-0", 3, {}, 4) == 3
+    assert choose_shard("L-9", -1, {str(i): i for i in range(4)}, 4) is None
 
 
 def test_without_a_free_shard_a_learner_is_refused_and_an_observer_is_not() -> None:

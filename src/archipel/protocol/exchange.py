@@ -165,10 +165,10 @@ def adapted_steps(options: g.GossipOptions, own: Pace, target: float) -> int:
     """
     if not (options.adapt and own.step_s and own.transfers and target):
         return options.local_steps
-    steps = int((target - own.transfer_s) / own.step_s + 1e-6)
+    steps = (target - own.transfer_s) / own.step_s
     if steps >= options.local_steps * (1 - SLACK):
         return options.local_steps
-    return max(1, steps)
+    return max(1, int(steps + 1e-6))
 
 
 def timeout_s(options: g.GossipOptions, own: Pace) -> float:

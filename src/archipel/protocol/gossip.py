@@ -16,7 +16,6 @@ from .roots import PROTOCOL_VERSION, Action, Event, Message
 from .topology import Scheme
 
 RENDEZVOUS = "rendezvous"
-GOSSIP_FATES = ("merged", "late", "skipped", "alone", "lost", "unmerged")
 Fate = Literal["merged", "late", "skipped", "alone"]
 Form = Literal["mixed", "local", "postmix", "drift"]
 DEFAULT_MOMENTUM = {"one_peer": 0.5, "one_peer_exponential": 0.3}  # all others 0.7

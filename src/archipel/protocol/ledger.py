@@ -9,17 +9,24 @@ incarnation form a line 0 … consumed. A landing settles everything up to a poi
 push covers a stretch of it. Stretches and landings may become known in either order, since they travel on
 different channels.
 
+In gossip nothing is overwritten: a round's tokens stay in their peer's own weights, and the fate says how
+they reached the others. They end as *merged* (the round's exchange was mixed in), *late* (it came after the
+round was settled, and was applied then), *skipped* (no partner came), *alone* (the topology gave none; both
+reach others with the next exchange), *lost* (the peer died before it settled their round) or *unmerged* (of a
+round that was not settled at the end). A peer's account has one line.
+
 Invariants: per learner and fragment, once its incarnation is closed, consumed = merged + overwritten + absent
 + lost + unmerged; no token is merged twice; what a learner says is checked against what it said before.
-Memory: nine numbers per learner and fragment.
+Memory: twelve numbers per learner and fragment.
 """
 
 from collections.abc import Container
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
 FATES = ("merged", "overwritten", "absent", "lost", "unmerged")
+GOSSIP_FATES = ("merged", "late", "skipped", "alone", "lost", "unmerged")
 
 
 class Stretch(NamedTuple):
@@ -47,6 +54,9 @@ class Line(Struct):
     absent: int = 0
     lost: int = 0
     unmerged: int = 0
+    late: int = 0
+    skipped: int = 0
+    alone: int = 0
     settled: int = 0
     start: int = 0
     end: int = 0
@@ -94,6 +104,12 @@ class Ledger(Struct):
 
     fragments: int
     accounts: dict[str, Account] = {}
+    kind: Literal["sync", "gossip"] = "sync"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The fates there are."""
+        return FATES if self.kind == "sync" else GOSSIP_FATES
 
     def begin(self, worker: str, incarnation: str) -> None:
         """A new incarnation starts at 0 tokens; the one before it, if still open, is lost."""
@@ -145,6 +161,25 @@ class Ledger(Struct):
             line.end = line.start
         else:
             line.absent += stretch.tokens
+
+    # ---- rounds of gossip ----
+
+    def settled(self, worker: str) -> int:
+        """Return up to where the incarnation's tokens have a fate, on the first line."""
+        return self.accounts[worker].lines[0].settled
+
+    def settle(self, worker: str, total: int, fate: str) -> None:
+        """A peer's round is over: what it consumed since the last one, up to `total`, has this fate."""
+        assert self.kind == "gossip" and fate in GOSSIP_FATES, (self.kind, fate)
+        line = self.accounts[worker].lines[0]
+        setattr(line, fate, getattr(line, fate) + max(total - line.settled, 0))
+        line.settled = max(line.settled, total)
+
+    def corrected(self, worker: str, tokens: int) -> None:
+        """The exchange of a round that was skipped came late, and was applied."""
+        line = self.accounts[worker].lines[0]
+        moved = min(tokens, line.skipped)
+        line.skipped, line.late = line.skipped - moved, line.late + moved
 
     # ---- landings ----
 
@@ -213,11 +248,11 @@ class Ledger(Struct):
         """Return one learner's tokens by fate, summed over fragments; open tokens count as unmerged."""
         account = self.accounts[worker]
         by_line = [self._fates(account, line) for line in account.lines]
-        sums = {fate: sum(fates[fate] for fates in by_line) for fate in FATES}
+        sums = {fate: sum(fates[fate] for fates in by_line) for fate in self.kinds}
         return {"consumed": self.fragments * (account.consumed + account.current), **sums}
 
     def _fates(self, account: Account, line: Line) -> dict[str, int]:
-        fates: dict[str, int] = {fate: getattr(line, fate) for fate in FATES}
+        fates: dict[str, int] = {fate: getattr(line, fate) for fate in self.kinds}
         if account.open:
             fates["unmerged"] += account.rest(line)
         return fates
@@ -228,8 +263,8 @@ class Ledger(Struct):
         per_fragment = []
         for fragment in range(self.fragments):
             rows = [self._fates(account, account.lines[fragment]) for account in self.accounts.values()]
-            per_fragment.append({fate: sum(row[fate] for row in rows) for fate in FATES})
-        total = {key: sum(fates[key] for fates in per_learner.values()) for key in ("consumed", *FATES)}
+            per_fragment.append({fate: sum(row[fate] for row in rows) for fate in self.kinds})
+        total = {key: sum(fates[key] for fates in per_learner.values()) for key in ("consumed", *self.kinds)}
         unknown = {w: a.tail_unknown for w, a in self.accounts.items() if a.tail_unknown}
         return {**total, "per_learner": per_learner, "per_fragment": per_fragment, "tail_unknown": unknown}
 

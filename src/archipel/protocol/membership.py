@@ -86,7 +86,7 @@ class Roster:
         if refusal := self._refusal(join):
             notice = m.Notice(f"refused worker={name} reason={refusal!r}", "warning")
             return [notice, m.Send(name, m.Refused(refusal, final=True))]
-        shard = choose_shard(name, join, self.taken, self.shards) if join.role == "learner" else -1
+        shard = choose_shard(name, join.shard, self.taken, self.shards) if join.role == "learner" else -1
         if shard is None:
             refusal = f"all data.shards={self.shards} are taken: raise data.shards"
             return [m.Notice(f"refused worker={name} reason={refusal!r}", "warning"),
@@ -190,7 +190,7 @@ class Roster:
         return max(0, min(steps_since - (tick - self.published[newest]), self.options.interval_steps))
 
 
-def choose_shard(name: str, join: m.Join, taken: dict[str, int], shards: int) -> int | None:
+def choose_shard(name: str, asked: int, taken: dict[str, int], shards: int) -> int | None:
     """Return the shard of a worker: its old one, that its name ends in, or the lowest free; None: all gone.
 
     taken: worker name -> shard, for every name that ever joined. shards: how many the data is cut into.
@@ -198,8 +198,8 @@ def choose_shard(name: str, join: m.Join, taken: dict[str, int], shards: int) ->
     if name in taken:
         return taken[name]
     used = set(taken.values())
-    if 0 <= join.shard < shards and join.shard not in used:
-        return join.shard
+    if 0 <= asked < shards and asked not in used:
+        return asked
     digits = name.rsplit("-", 1)[-1]
     if digits.isdecimal() and int(digits) < shards and int(digits) not in used:
         return int(digits)

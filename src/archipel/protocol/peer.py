@@ -302,7 +302,7 @@ class PeerMachine:
         """Return (step_s, transfer_s) of this peer and of those in the view whose pace is known."""
         names = {one.name for one in self.views[-1].members} - {self.name} if self.views else set()
         known = [(own.step_s, own.transfer_s) for name, own in sorted(self.others.items()) if name in names]
-        return [pace for pace in (*known, (self.pace.step_s, self.pace.transfer_s)) if pace[0]]
+        return [pace for pace in (*known, (self.pace.step_s, self.pace.transfer_s)) if all(pace)]
 
     def _meeting(self, exchange: Exchange, partner: str) -> m.Action:
         return m.Send(partner, meeting(exchange, self.identity, partner, self.pace))
@@ -383,7 +383,7 @@ class PeerMachine:
         assert late.offered_at is not None
         self.pace.waited(now - late.offered_at)
         take = [g.Take(number, sender), m.Send(sender, g.Got(number))]
-        if self.phase == "steps":
+        if self.phase in ("steps", ""):
             return [*take, *self._correct(number, sender)]
         self.overdue.append((number, sender))
         return take

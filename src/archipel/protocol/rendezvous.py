@@ -1,0 +1,425 @@
+"""The rendezvous of a gossip run: who is a member since which round; no weights, no part in any exchange.
+
+    gathering ─(all planned peers ready, or start_s_max)─▶ running ─(all live peers at the end)─▶ concluding
+        ─▶ finished, when the mean is made and all have left
+
+Peers enrol, clone a state if the run is under way, say that they are ready, and from then on report each
+settled round. Every change of membership makes a new epoch with a view that holds from a round nobody has
+begun, so that peers change over together; where they do not, their handshakes differ and cost a round. The
+rendezvous may die: peers go on with the view they have, and enrol again when it is back.
+
+Invariants: epochs grow; a view is sorted by name; a peer is in the view only while its state is whole; every
+token has one fate (GOSSIP_FATES), summed over incarnations.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+
+from . import gossip as g
+from . import messages as m
+from .ledger import Ledger
+from .membership import COUNT_MAX, choose_shard
+
+LEAVE_S_MAX = 10.0  # for peers to say goodbye once they were told that the run is over
+SAVE_REPORTS = 64  # reports between two checkpoints of the rendezvous
+
+
+class RendezvousState(Struct):
+    """What a rendezvous that is started again needs."""
+
+    epoch: int
+    taken: dict[str, int]
+    positions: dict[str, int]
+    ledger: Ledger
+    schema: str = ""
+    begun: bool = False
+    concluded: g.Concluded | None = None
+
+
+@dataclass
+class Entry:
+    """One peer as the rendezvous sees it."""
+
+    name: str
+    incarnation: str
+    address: str
+    start: int  # data position where this incarnation began
+    round: int = -1
+    ready: bool = False
+    kept: bool = False
+    connected: bool = True
+    lost_at: float = 0.0
+    left: bool = False
+    at_end: bool = False
+    tokens: int = 0
+    settled: dict[int, int] = field(default_factory=dict)  # newest rounds -> tokens of each
+
+    @property
+    def live(self) -> bool:
+        """Connected, or not yet given up."""
+        return not self.left
+
+    @property
+    def paired(self) -> bool:
+        """May stand in a view."""
+        return self.live and self.ready
+
+
+@dataclass
+class Consensus:
+    """The consensus error as exchanges tell it, and whether it keeps rising."""
+
+    errors: dict[int, list[float]] = field(default_factory=dict)  # round -> relative squared distances
+    rising: int = 0
+    last: float = math.inf
+    newest: float | None = None
+
+    def take(self, report: g.Report, peers: int) -> None:
+        """Take what a report says: E_pairs ‖z_i − z_j‖² · (n−1)/(2n) over ‖z‖² (gasloc.md, section 5)."""
+        if report.distance < 0 or report.norm <= 0 or peers < 2:
+            return
+        self.errors.setdefault(report.round, []).append(
+            (peers - 1) / (2 * peers) * report.distance / report.norm
+        )
+
+    def close(self, number: int) -> float | None:
+        """Return the error of a round that all have settled; count whether it rose."""
+        found = self.errors.pop(number, None)
+        for old in [old for old in self.errors if old < number]:
+            del self.errors[old]
+        if not found:
+            return None
+        error = math.sqrt(math.fsum(found) / len(found))
+        self.rising = self.rising + 1 if error > self.last else 0
+        self.last = self.newest = error
+        return error
+
+
+@dataclass
+class RendezvousMachine:
+    """One rendezvous. `shards`: into how many parts the data is cut."""
+
+    run: str
+    options: g.GossipOptions
+    settings: dict[str, Any]
+    shards: int
+    state: str = "gathering"
+    epoch: int = 0
+    schema: str = ""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=lambda: Ledger(1, kind="gossip"))
+    view: g.View | None = None
+    consensus: Consensus = field(default_factory=Consensus)
+    concluding: g.Conclude | None = None
+    concluded: g.Concluded | None = None
+    first_ready_at: float | None = None
+    over_at: float | None = None
+    stopping: str = ""
+    reports: int = 0
+    attempts: int = 0
+    closed_round: int = -1
+
+    def snapshot(self) -> RendezvousState:
+        """Return what a checkpoint holds."""
+        begun = self.state != "gathering"
+        return RendezvousState(
+            self.epoch, self.taken, self.positions, self.ledger, self.schema, begun, self.concluded
+        )
+
+    def restore(self, state: RendezvousState) -> None:
+        """Go on from a checkpoint; call it before any event."""
+        self.epoch, self.taken, self.positions = state.epoch, state.taken, state.positions
+        self.ledger, self.schema, self.concluded = state.ledger, state.schema, state.concluded
+        self.state = "running" if state.begun else "gathering"
+
+    def handle(self, now: float, event: m.Event) -> list[m.Action]:
+        """Return what to do about the event. Nothing happens any more once the machine has finished."""
+        return [] if self.state == "finished" else [*self._react(now, event), *self._over(now)]
+
+    def _react(self, now: float, event: m.Event) -> list[m.Action]:
+        match event:
+            case m.Received(sender=sender, message=message):
+                return self._receive(now, sender, message)
+            case m.Disconnected(worker=worker):
+                return self._lost(now, worker)
+            case m.Woke():
+                return self._woke(now)
+            case m.StopRequested(reason=reason):
+                return self._stop(now, reason)
+            case _:
+                return []
+
+    def _receive(self, now: float, sender: str, message: m.Message) -> list[m.Action]:
+        if isinstance(message, g.Enrol):
+            return self._enrol(now, sender, message)
+        entry = self.entries.get(sender)
+        if entry is None or entry.left:
+            return []
+        match message:
+            case g.Ready():
+                return self._ready(now, entry, message)
+            case g.Report():
+                return self._report(entry, message)
+            case g.AtEnd(round=number, tokens=tokens):
+                entry.round, entry.at_end = number, True
+                self._count(entry, tokens)
+                return self._conclude()
+            case g.Concluded():
+                return self._made(now, message)
+            case m.Leave(tokens=tokens):
+                return self._left(entry, tokens)
+            case _:
+                return []
+
+    # ---- members ----
+
+    def _enrol(self, now: float, name: str, enrol: g.Enrol) -> list[m.Action]:
+        if refusal := self._refusal(enrol):
+            return self._refuse(name, refusal)
+        if self.concluded is not None or self.stopping:
+            return [m.Send(name, m.Done(0, self.stopping or "the run is over"))]
+        shard = choose_shard(name, enrol.shard, self.taken, self.shards)
+        if shard is None:
+            return self._refuse(name, f"all data.shards={self.shards} are taken: raise data.shards")
+        known = self.entries.get(name)
+        again = known is not None and known.incarnation == enrol.incarnation and not known.left
+        actions: list[m.Action] = []
+        if again and known is not None:
+            known.connected, entry = True, known
+            entry.address = enrol.address
+        else:
+            start = self._open(name, shard, enrol)
+            was_paired = known is not None and known.paired
+            entry = self.entries[name] = Entry(name, enrol.incarnation, enrol.address, start)
+            actions = self._change() if was_paired else []
+        entry.round, entry.kept = max(entry.round, enrol.round), enrol.kept
+        self._count(entry, enrol.tokens)
+        if enrol.round > 0 and not enrol.kept and self.state == "gathering":
+            self.state = "running"  # we are new, the run is not
+        donor = self._donor(entry, enrol)
+        admitted = g.Admitted(
+            run=self.run,
+            settings=self.settings,
+            shard=shard,
+            position=entry.start + entry.tokens,
+            donor=donor.name if donor else "",
+            donor_address=donor.address if donor else "",
+        )
+        notice = m.Notice(f"enrolled peer={name} shard={shard} donor={admitted.donor!r}")
+        actions += [notice, m.Send(name, admitted)]
+        if enrol.round >= 0 and not enrol.kept and enrol.schema and not entry.ready:
+            actions += self._ready(now, entry, g.Ready(enrol.round, enrol.schema))
+        elif again and self.view is not None:
+            actions.append(m.Send(name, self.view))
+        return actions
+
+    def _refusal(self, enrol: g.Enrol) -> str:
+        if enrol.protocol != m.PROTOCOL_VERSION:
+            return (
+                f"protocol version {enrol.protocol}, the run speaks {m.PROTOCOL_VERSION}: "
+                "install the same archipel release on both sides"
+            )
+        if enrol.run and enrol.run != self.run:
+            return (
+                f"run {enrol.run!r}, this rendezvous serves {self.run!r}: check the address or the run's name"
+            )
+        if not all(0 <= number < COUNT_MAX for number in (enrol.round + 1, enrol.tokens, enrol.position + 1)):
+            return f"impossible counts round={enrol.round} tokens={enrol.tokens}: restart the peer"
+        return self._other_model(enrol.schema) if enrol.schema else ""
+
+    def _other_model(self, schema: str) -> str:
+        if not self.schema or schema == self.schema:
+            return ""
+        return f"the model differs (digest {schema}, the run's {self.schema}): build the run's model"
+
+    def _refuse(self, name: str, reason: str) -> list[m.Action]:
+        notice = m.Notice(f"refused peer={name} reason={reason!r}", "warning")
+        return [notice, m.Send(name, m.Refused(reason, final=True))]
+
+    def _open(self, name: str, shard: int, enrol: g.Enrol) -> int:
+        """Give the incarnation its account; return the data position at which it began."""
+        self.taken[name] = shard
+        known = self.positions.get(name, 0)
+        drawn = enrol.position if enrol.shard == shard else -1
+        self.ledger.begin(name, enrol.incarnation)
+        if drawn > known:
+            self.ledger.tail(name, drawn - known)
+        self.positions[name] = max(known, drawn)
+        return self.positions[name]
+
+    def _count(self, entry: Entry, tokens: int) -> None:
+        if 0 <= tokens < COUNT_MAX and tokens > entry.tokens:
+            self.positions[entry.name] += tokens - entry.tokens
+            entry.tokens = tokens
+            self.ledger.reported(entry.name, tokens)
+
+    def _donor(self, entry: Entry, enrol: g.Enrol) -> Entry | None:
+        """Return whose state the peer must clone; None if its own will do."""
+        if enrol.round >= 0 and not enrol.kept:
+            return None
+        others = [other for other in self.entries.values() if other.live and other is not entry]
+        whole = [other for other in others if other.ready and other.connected]
+        if whole:
+            best = max(whole, key=lambda other: (other.round, other.name))
+            stale = self.state != "gathering" or enrol.round < best.round
+            return best if stale else None
+        if enrol.round >= 0 or self.state != "gathering":
+            return None
+        return next((other for other in others if other.connected and not other.kept), None)
+
+    def _ready(self, now: float, entry: Entry, ready: g.Ready) -> list[m.Action]:
+        if refusal := self._other_model(ready.schema):
+            entry.left = True
+            return self._refuse(entry.name, refusal)
+        self.schema = self.schema or ready.schema
+        entry.ready, entry.round = True, max(entry.round, ready.round)
+        if self.state != "gathering":
+            return self._change()
+        if sum(other.paired for other in self.entries.values()) >= self.options.peers:
+            return self._start()
+        if self.first_ready_at is None:
+            self.first_ready_at = now
+        return [m.Wake(self.first_ready_at + self.options.start_s_max)]
+
+    def _start(self) -> list[m.Action]:
+        self.state = "running"
+        return self._change(first=True)
+
+    def _change(self, *, first: bool = False) -> list[m.Action]:
+        """Make a new epoch; return the word to all members."""
+        if self.state != "running":
+            return []
+        members = sorted((entry for entry in self.entries.values() if entry.paired), key=lambda e: e.name)
+        if not members:
+            return []
+        self.epoch += 1
+        newest = max(entry.round for entry in members)
+        # A peer at `newest` may have begun the round after it by the time it hears of this.
+        begins = newest if first or len(members) == 1 else newest + 2
+        addresses = tuple(g.Address(entry.name, entry.address) for entry in members)
+        self.view = g.View(self.epoch, begins, addresses)
+        names = ",".join(entry.name for entry in members)
+        notice = m.Notice(f"epoch={self.epoch} round={begins} peers={names}")
+        return [notice, *(m.Send(entry.name, self.view) for entry in members), m.Save(newest)]
+
+    def _lost(self, now: float, worker: str) -> list[m.Action]:
+        entry = self.entries.get(worker)
+        if entry is None or entry.left:
+            return []
+        entry.connected, entry.lost_at = False, now
+        return [m.Wake(now + self.options.lease_s)]
+
+    def _left(self, entry: Entry, tokens: int) -> list[m.Action]:
+        self._count(entry, tokens)
+        entry.left = True
+        self.ledger.left(entry.name, entry.tokens, [])
+        return [m.Notice(f"left peer={entry.name}"), *self._without(entry)]
+
+    def _without(self, entry: Entry) -> list[m.Action]:
+        """Return what a member's end calls for."""
+        if self.concluded is not None:
+            return []
+        if self.concluding is not None and entry.name not in self.concluding.members:
+            return []
+        self.concluding = None
+        return [*self._change(), *self._conclude()]
+
+    # ---- rounds ----
+
+    def _report(self, entry: Entry, report: g.Report) -> list[m.Action]:
+        if not 0 <= report.round < COUNT_MAX:
+            return []
+        if report.fate == "late":
+            self.ledger.corrected(entry.name, entry.settled.pop(report.round, 0))
+            return []
+        before = self.ledger.settled(entry.name)
+        self._count(entry, report.tokens)
+        entry.settled[report.round] = entry.tokens - before
+        while len(entry.settled) > SAVE_REPORTS:
+            entry.settled.pop(next(iter(entry.settled)))
+        self.ledger.settle(entry.name, entry.tokens, report.fate)
+        if report.fate != "skipped":
+            entry.settled.pop(report.round)
+        entry.round = max(entry.round, report.round + 1)
+        self.consensus.take(report, sum(other.paired for other in self.entries.values()))
+        self.reports += 1
+        saved = [m.Save(report.round)] if self.reports % SAVE_REPORTS == 0 else []
+        return [*self._close_rounds(), *saved]
+
+    def _close_rounds(self) -> list[m.Action]:
+        slowest = min((e.round for e in self.entries.values() if e.paired), default=0) - 1
+        if slowest <= self.closed_round:
+            return []
+        self.closed_round = slowest
+        error = self.consensus.close(slowest)
+        if error is None or self.consensus.rising < self.options.alarm_rounds:
+            return []
+        rising, self.consensus.rising = self.consensus.rising, 0
+        text = (
+            f"consensus error {error:.4f} of the model's norm has risen for {rising} rounds: the peers drift "
+            f"apart; lower gossip.outer_momentum={self.options.momentum} or gossip.alpha={self.options.alpha}"
+        )
+        return [m.Notice(text, "warning")]
+
+    # ---- the end ----
+
+    def _conclude(self) -> list[m.Action]:
+        """Name a writer once every live member is at the end."""
+        members = sorted(entry.name for entry in self.entries.values() if entry.paired)
+        ended = [name for name in members if self.entries[name].at_end]
+        if not members or ended != members or self.concluded is not None or self.concluding is not None:
+            return []
+        self.state, self.attempts = "concluding", self.attempts + 1
+        self.concluding = g.Conclude(members[0], tuple(members), self.attempts)
+        return [m.Send(members[0], self.concluding)]
+
+    def _made(self, now: float, concluded: g.Concluded) -> list[m.Action]:
+        if self.concluding is None or concluded.attempt != self.concluding.attempt:
+            return []
+        self.concluded, self.over_at = concluded, now + LEAVE_S_MAX
+        told = (*self.concluding.members, *(n for n, e in self.entries.items() if e.live and not e.ready))
+        rest = [m.Send(name, m.Done(0, "the run is over")) for name in told[len(self.concluding.members) :]]
+        return [m.Save(self.options.rounds), *rest, m.Wake(self.over_at)]
+
+    def _stop(self, now: float, reason: str) -> list[m.Action]:
+        self.stopping, self.over_at = reason or "stopped", now + LEAVE_S_MAX
+        live = [entry.name for entry in self.entries.values() if entry.live]
+        return [*(m.Send(name, m.Done(0, self.stopping)) for name in live), m.Wake(self.over_at)]
+
+    def _woke(self, now: float) -> list[m.Action]:
+        actions: list[m.Action] = []
+        for entry in self.entries.values():
+            if entry.live and not entry.connected and now >= entry.lost_at + self.options.lease_s:
+                entry.left = True
+                self.ledger.lose(entry.name)
+                actions += [m.Notice(f"lost peer={entry.name}", "warning"), *self._without(entry)]
+        if self.state == "gathering" and self.first_ready_at is not None:
+            if now >= self.first_ready_at + self.options.start_s_max:
+                actions += self._start()
+            else:
+                actions.append(m.Wake(self.first_ready_at + self.options.start_s_max))
+        return [*actions, *self._next_lease(now)]
+
+    def _next_lease(self, now: float) -> list[m.Action]:
+        leases = [
+            e.lost_at + self.options.lease_s for e in self.entries.values() if e.live and not e.connected
+        ]
+        moments = [*leases, *([self.over_at] if self.over_at is not None else [])]
+        later = [at for at in moments if at > now]
+        return [m.Wake(min(later))] if later else []
+
+    def _over(self, now: float) -> list[m.Action]:
+        if self.over_at is None:
+            return []
+        present = [entry.name for entry in self.entries.values() if entry.live]
+        if present and now < self.over_at:
+            return []
+        self.ledger.end(present)
+        self.state = "finished"
+        complete = self.concluded is not None
+        return [m.Save(self.options.rounds), m.Finish(self.stopping or "the run is over", complete)]

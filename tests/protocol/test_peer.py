@@ -1,0 +1,169 @@
+"""The gossip peer and the rendezvous: rounds, partners that fail, rejoining by cloning, the end."""
+
+import pytest
+
+from archipel.protocol import gossip as g
+from archipel.protocol import messages as m
+from archipel.protocol.peer import PeerMachine
+from archipel.protocol.rendezvous import RendezvousMachine
+
+from .gossip_rig import Costs, Rig
+
+
+def run_of(n: int, costs: dict[str, Costs] | None = None, **options: object) -> Rig:
+    rig = Rig(g.GossipOptions(peers=n, **{"rounds": 8, "local_steps": 5, **options}), costs or {})  # type: ignore[arg-type]
+    for number in range(n):
+        rig.peer(f"p-{number}")
+    return rig
+
+
+def rendezvous(rig: Rig) -> RendezvousMachine:
+    machine = rig.machines[g.RENDEZVOUS]
+    assert isinstance(machine, RendezvousMachine)
+    return machine
+
+
+def mixes(rig: Rig, name: str) -> dict[int, tuple[str, ...]]:
+    return {action.round: action.workers for _, _, action in rig.actions(g.Mix, name)}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("scheme", ["one_peer", "two_peer", "complete", "one_peer_exponential"])
+def test_a_calm_run_ends_with_one_mean_and_a_ledger_that_closes(n: int, scheme: str) -> None:
+    rig = run_of(n, scheme=scheme).run()
+    assert rig.finished[g.RENDEZVOUS].complete and len(rig.finished) == n + 1
+    assert all(finish.complete for finish in rig.finished.values())
+    ledger = rendezvous(rig).ledger
+    assert ledger.closes() and ledger.table()["consumed"] == n * 8 * 5 * 10
+    assert ledger.table()["skipped"] == 0 and len(rig.actions(g.Average)) == 1
+
+
+def test_partners_mix_each_other_in() -> None:
+    rig = run_of(6, scheme="one_peer").run()
+    of = {f"p-{number}": mixes(rig, f"p-{number}") for number in range(6)}
+    for name, rounds in of.items():
+        assert sorted(rounds) == list(range(8))
+        for number, workers in rounds.items():
+            assert all(of[other][number] == (name,) for other in workers)
+
+
+def test_a_killed_peer_is_skipped_and_comes_back_by_cloning() -> None:
+    rig = run_of(4, scheme="two_peer", rounds=12, timeout_s_max=20.0)
+    rig.run(until=30.0)
+    gone = rig.machines["p-3"]
+    assert isinstance(gone, PeerMachine)
+    rig.kill("p-3")
+    rig.run(until=45.0)
+    rig.peer("p-3", shard=gone.shard, position=gone.position + gone.tokens)
+    rig.run()
+    assert rig.finished[g.RENDEZVOUS].complete and rendezvous(rig).ledger.closes()
+    [(_, donor, capture)] = [found for found in rig.actions(g.Capture) if found[0] > 1.0]
+    assert capture.worker == "p-3" and donor != "p-3"
+    back = rig.machines["p-3"]
+    assert isinstance(back, PeerMachine) and back.settled > 3
+    last = max(number for number in mixes(rig, "p-3"))
+    assert last == 11 and mixes(rig, "p-3")[11]
+    assert rendezvous(rig).ledger.table()["lost"] > 0
+
+
+def test_no_peer_waits_longer_than_the_timeout() -> None:
+    slow = {"p-0": Costs(step_s=50.0)}
+    rig = run_of(4, slow, scheme="one_peer", timeout_s_max=7.0, adapt=False)
+    rig.run(until=400.0)
+    offered: dict[tuple[str, int], float] = {}
+    for t, name, event, actions in rig.log:
+        if isinstance(event, g.Offered):
+            offered[name, event.round] = t
+        for action in actions:
+            if isinstance(action, g.Mix):
+                assert t - offered[name, action.round] <= 7.0 + 1e-9
+    assert sum(bool(workers) for workers in mixes(rig, "p-1").values()) > 2
+
+
+def test_a_late_model_is_applied_in_delta_form_by_both_or_neither() -> None:
+    slow = {"p-0": Costs(step_s=2.0)}
+    rig = run_of(2, slow, scheme="one_peer", timeout_s_max=4.0, adapt=False, rounds=20)
+    rig.run()
+    mixed = {name: {r for r, w in mixes(rig, name).items() if w} for name in ("p-0", "p-1")}
+    late = {name: {a.round for _, _, a in rig.actions(g.Correct, name)} for name in ("p-0", "p-1")}
+    assert late["p-0"] | late["p-1"]
+    last = 19
+    assert (mixed["p-0"] | late["p-0"]) - {last} == (mixed["p-1"] | late["p-1"]) - {last}
+    assert rendezvous(rig).ledger.table()["late"] > 0
+
+
+def test_a_slow_link_lowers_the_local_steps_of_its_peer_only() -> None:
+    slow = {"p-0": Costs(transfer_s=30.0)}
+    rig = run_of(8, slow, scheme="one_peer", local_steps=30, rounds=40).run()
+    steps = {name: machine.exchange for name, machine in rig.machines.items() if name != g.RENDEZVOUS}
+    reports = [a.message for _, _, a in rig.actions(m.Send, "p-0") if isinstance(a.message, g.Report)]
+    assert reports[-1].local_steps == 3  # floor(30 − 3·(1/0.1 − 1))
+    others = [a.message for _, _, a in rig.actions(m.Send, "p-5") if isinstance(a.message, g.Report)]
+    assert others[-1].local_steps == 30 and steps
+
+
+def test_peers_with_another_view_skip_instead_of_mixing_wrongly() -> None:
+    peer = PeerMachine("a", "a.1", "test", "at-a")
+    peer.handle(0.0, m.Connected(g.RENDEZVOUS))
+    settings = {"gossip": {"peers": 2, "rounds": 4, "local_steps": 1, "scheme": "one_peer"}}
+    peer.handle(0.0, m.Received(g.RENDEZVOUS, g.Admitted("test", settings, 0, 0)))
+    peer.handle(0.0, m.Prepared((m.TensorSpec("w", (2,)),)))
+    members = (g.Address("a", ""), g.Address("b", ""))
+    peer.handle(0.0, m.Received(g.RENDEZVOUS, g.View(2, 0, members)))
+    theirs = g.Meet("test", 1, 0, "other", peer.schema, "mixed", "a")
+    actions = peer.handle(1.0, m.Received("b", theirs))
+    assert any(isinstance(a, m.Send) and isinstance(a.message, g.Decline) for a in actions)
+    peer.handle(2.0, m.StepCompleted(1, 10, 1.0))
+    assert peer.handle(2.0, g.Offered(0)) == [
+        m.Notice("skipped round=0 partners={'b': 'epoch 1 there, 2 here'}", "warning"),
+        g.Mix(0),
+    ]
+
+
+def test_the_rendezvous_may_die_and_come_back_from_its_checkpoint() -> None:
+    rig = run_of(3, rounds=12).run(until=20.0)
+    state = rendezvous(rig).snapshot()
+    rig.kill(g.RENDEZVOUS)
+    rig.run(until=40.0)
+    before = {name: machine.settled for name, machine in rig.machines.items()}  # type: ignore[union-attr]
+    assert min(before.values()) >= 3
+    rig.rendezvous(state)
+    for name in before:
+        rig.at(rig.now + 1.0, rig._link, name, g.RENDEZVOUS)
+    rig.run()
+    assert rig.finished[g.RENDEZVOUS].complete and rendezvous(rig).ledger.closes()
+
+
+def test_a_peer_with_another_model_is_refused() -> None:
+    rig = run_of(2)
+    rig.run(until=2.0)
+    machine = rendezvous(rig)
+    actions = machine.handle(3.0, m.Received("x", g.Enrol("test", "x.1", "at-x", schema="other")))
+    [refusal] = [a.message for a in actions if isinstance(a, m.Send)]
+    assert refusal.final and "the model differs" in refusal.reason
+
+
+def test_a_writer_that_dies_at_the_end_is_replaced() -> None:
+    rig = run_of(3, rounds=3)
+    while not rig.actions(g.Submit):
+        rig.run(until=rig.now + 0.05)
+    rig.kill("p-0")
+    rig.run()
+    assert rig.finished[g.RENDEZVOUS].complete
+    assert [action.members for _, _, action in rig.actions(g.Average)] == [("p-1", "p-2")]
+
+
+def test_a_rising_consensus_error_raises_an_alarm() -> None:
+    rig = run_of(2, rounds=9, alarm_rounds=3)
+    count = 0
+
+    def growing(action: m.Action) -> m.Event | None:
+        nonlocal count
+        if isinstance(action, g.Mix):
+            count += 1
+            return g.Mixed(action.round, 1.2**count, 100.0)
+        return Rig.answer(action)
+
+    rig.answer = growing  # type: ignore[method-assign]
+    rig.run()
+    assert any("peers drift apart" in a.text for _, _, a in rig.actions(m.Notice, g.RENDEZVOUS))
