@@ -110,7 +110,7 @@ def test_peers_with_another_view_skip_instead_of_mixing_wrongly() -> None:
     peer.handle(0.0, m.Prepared((m.TensorSpec("w", (2,)),)))
     members = (g.Address("a", ""), g.Address("b", ""))
     peer.handle(0.0, m.Received(g.RENDEZVOUS, g.View(2, 0, members)))
-    theirs = g.Meet("test", 1, 0, "other", peer.schema, "mixed", "a")
+    theirs = g.Meet("test", 1, 0, "other", peer.rounds.schema, "mixed", "a")
     actions = peer.handle(1.0, m.Received("b", theirs))
     assert any(isinstance(a, m.Send) and isinstance(a.message, g.Decline) for a in actions)
     peer.handle(2.0, m.StepCompleted(1, 10, 1.0))
