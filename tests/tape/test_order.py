@@ -8,8 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipel.errors import TapeError
-from archipel.protocol.messages import Done, Heartbeat, Progress, Received, Send, StepCompleted, Woke
-from archipel.tape.order import merge
+from archipel.protocol.messages import (
+    Done,
+    Heartbeat,
+    Progress,
+    Received,
+    Send,
+    StepCompleted,
+    Tally,
+    TickClosed,
+    Update,
+    Woke,
+)
+from archipel.tape.order import merge, ordered
 from archipel.tape.tape import Header, TapeWriter, tape_path
 
 
@@ -50,6 +61,39 @@ def test_a_clock_component_follows_the_record_that_reached_it(tmp_path: Path) ->
     tape(tmp_path, "l", [(10.0, Woke(), [], {"l": 1}), (11.0, Woke(), [], {"l": 2})])
     tape(tmp_path, "s", [(0.0, Woke(), [], {"s": 1}), (0.1, Woke(), [], {"l": 2})])
     assert order(tmp_path) == [("s", 0), ("l", 0), ("l", 1), ("s", 1)]
+
+
+def test_steps_and_ticks_are_the_component_of_a_host_that_counts_them(tmp_path: Path) -> None:
+    """A live host writes what it heard of others; what it reached itself is in the event and the actions."""
+    tally = Tally(4, ("l",), 0.1, 0.0, 0.0, 0.0, 0.0)
+    tape(tmp_path, "l", [(10.0, StepCompleted(7, 64, 0.1), []), (11.0, Woke(), [], {"s": 4})])
+    tape(tmp_path, "s", [(0.0, Woke(), [], {"l": 7}), (20.0, Woke(), [tally])])
+    assert order(tmp_path) == [("l", 0), ("s", 0), ("s", 1), ("l", 1)]
+
+
+def test_payloads_may_be_overtaken_by_small_messages_and_by_each_other(tmp_path: Path) -> None:
+    sent = [Update(0, 1, 3), Update(1, 1, 4), TickClosed(4), Update(0, 2, 5)]
+    received = [sent[2], sent[1], sent[0], sent[3]]
+    tape(
+        tmp_path,
+        "l",
+        [(float(number), Received("s", message), []) for number, message in enumerate(received)],
+    )
+    tape(
+        tmp_path, "s", [(10.0 + number, Woke(), [Send("l", message)]) for number, message in enumerate(sent)]
+    )
+    # Each receipt comes as soon as its own send has: none waits for the end of the sender's tape.
+    places = ["s", "s", "s", "l", "l", "l", "s", "l"]
+    assert [worker for worker, _ in order(tmp_path)] == places
+
+
+def test_a_syncer_that_was_started_again_comes_after_its_former_self(tmp_path: Path) -> None:
+    said = Progress(1, 64, 0.1)
+    tape(tmp_path, "syncer", [(0.0, Received("l", said), []), (0.1, Woke(), [])], "b", started=1.0)
+    tape(tmp_path, "syncer", [(0.2, Woke(), [])], "a", started=2.0)
+    tape(tmp_path, "l", [(5.0, Woke(), [Send("syncer", said)])])
+    found = [(item.worker, item.incarnation, item.last) for item in ordered(tmp_path)]
+    assert found == [("l", "a", True), ("syncer", "b", False), ("syncer", "b", True), ("syncer", "a", True)]
 
 
 def test_messages_no_tape_sent_wait_for_their_sender_and_no_longer(tmp_path: Path) -> None:
