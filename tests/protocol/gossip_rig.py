@@ -39,6 +39,7 @@ class Rig:
         self.alarms: dict[str, int] = {}
         self.lives: dict[str, int] = {}
         self.finished: dict[str, m.Finish] = {}
+        self.drawn: dict[str, tuple[int, int]] = {}  # killed peer -> shard and position in it
         self.open: set[frozenset[str]] = set()
         self.rendezvous()
 
@@ -70,7 +71,9 @@ class Rig:
 
     def _link(self, one: str, other: str) -> None:
         pair = frozenset((one, other))
-        if pair in self.open or not (self.alive(one) and self.alive(other)):
+        if other == g.RENDEZVOUS and self.alive(one) and not self.alive(other):
+            self.at(self.now + 1.0, self._link, one, other)  # clients knock for ever
+        if one == other or pair in self.open or not (self.alive(one) and self.alive(other)):
             return
         self.open.add(pair)
         for here, there in ((one, other), (other, one)):

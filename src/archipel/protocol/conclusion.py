@@ -84,6 +84,17 @@ class Conclusion:
         self._look()
         return [g.Accept(event.digest), m.Send(g.RENDEZVOUS, concluded), *means]
 
+    def connected(self, worker: str) -> list[m.Action]:
+        """A channel is open again: what was said over the old one may not have arrived."""
+        conclude = self.conclude
+        if conclude is None or not self.writing or worker not in conclude.members or worker in self.losses:
+            return []
+        return [m.Send(worker, conclude)]
+
+    def disconnected(self, worker: str) -> list[m.Action]:
+        """A channel is gone: whoever should have the mean over it will hear that the run is over."""
+        return self.told(worker) if self.made else []
+
     def told(self, worker: str) -> list[m.Action]:
         """A member has the mean, or is gone."""
         if self.writing:

@@ -317,8 +317,8 @@ class Rounds:
         return take
 
     def _correct(self, number: int, sender: str) -> list[m.Action]:
-        late = self.past[number]
-        if not late.correctable(sender):
+        late = self.past.get(number)
+        if late is None or not late.correctable(sender):
             return []
         late.corrected[sender] = None
         self.failures[sender] = 0

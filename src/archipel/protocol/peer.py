@@ -156,7 +156,7 @@ class PeerMachine:
                 return [m.Stop(reason)]
             case g.Clone():
                 self.clones[sender] = None
-                return self._captures() if self.state == "ready" else []
+                return self._captures() if self.state in ("ready", "concluding") else []
             case g.State(round=number) if sender == self.donor and self.state == "cloning":
                 return [g.Adopt(number)]
             case g.Conclude() if self.state == "concluding" and sender in (g.RENDEZVOUS, message.writer):
@@ -173,9 +173,12 @@ class PeerMachine:
     def _connected(self, worker: str) -> list[m.Action]:
         self.links[worker] = True
         if worker == g.RENDEZVOUS:
-            return [self._enrol()]
+            again = self.rounds.end() if self.state == "concluding" else []
+            return [self._enrol(), *again]
         if worker == self.donor and self.state == "cloning":
             return [m.Send(worker, g.Clone(self.incarnation))]
+        if self.state == "concluding":
+            return self.conclusion.connected(worker)
         return self.rounds.connected(worker)
 
     def _enrol(self) -> m.Action:
@@ -290,7 +293,7 @@ class PeerMachine:
         self.links[worker] = False
         self.clones.pop(worker, None)
         if self.state == "concluding":
-            return self._conclusion(self.conclusion.told(worker))
+            return self._conclusion(self.conclusion.disconnected(worker))
         if self.state == "cloning" and worker == self.donor:
             return [self._enrol()]
         return self.rounds.disconnected(now, worker, reason)

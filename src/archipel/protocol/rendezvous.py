@@ -168,6 +168,8 @@ class RendezvousMachine:
             case g.AtEnd(round=number, tokens=tokens):
                 entry.round, entry.at_end = number, True
                 self._count(entry, tokens)
+                if self.concluding is not None and self.concluding.writer == sender:
+                    return [m.Send(sender, self.concluding)]  # said before, over a channel that broke
                 return self._conclude()
             case g.Concluded():
                 return self._made(now, message)
