@@ -47,6 +47,11 @@ def loaded(*overrides: str) -> Config:
         (["sync.steps=many"], "Expected `int`, got `str` - at `sync.steps`"),
         (["sync.merge=median"], "at `sync.merge`"),
         (["sync.steps"], "--set 'sync.steps' is not section.key=value, as in sync.learners=4"),
+        (["gossip.peers=20"], "gossip.peers=20 exceeds data.shards=16"),
+        (["gossip.alpha=0.0"], "gossip.alpha=0.0 must be above 0"),
+        (["gossip.outer_momentum=1.0"], "gossip.outer_momentum=1.0 must be in [0, 1)"),
+        (["gossip.rounds=0"], "gossip.rounds=0 must be at least 1"),
+        (["gossip.timeout_s_min=9", "gossip.timeout_s_max=3"], "gossip.timeout_s_min=9.0 exceeds"),
         (["steps=3"], "is not section.key=value"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -101,6 +106,11 @@ def test_dumped_configuration_loads_as_it_was(tmp_path) -> None:
     )  # fmt: skip
     (tmp_path / "run.toml").write_text(config.dump(written))
     assert config.load(tmp_path / "run.toml") == written
+    gossiping = loaded("gossip.peers=3")
+    assert gossiping.gossip is not None and Config().gossip is None
+    (tmp_path / "gossip.toml").write_text(config.dump(gossiping))
+    assert config.load(tmp_path / "gossip.toml") == gossiping
+    assert config.from_settings(config.settings_of(gossiping)).gossip == gossiping.gossip
     (tmp_path / "default.toml").write_text(config.dump(Config()))
     assert config.load(tmp_path / "default.toml") == Config()
 

@@ -24,6 +24,7 @@ OURS = {
     "dashboard": {"tape", "protocol", "errors"},
     "config": {
         "errors",
+        "protocol.gossip",
         "protocol.schedule",
         "runtime.checkpoint",
         "runtime.launch",

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 
-from .commands import files, runs, whatif, workers
+from .commands import files, runs, score, whatif, workers
 from .errors import ArchipelError
 
 
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     workers.add_learner(commands)
     workers.add_evaluator(commands)
     files.add_data(commands)
+    score.add_score(commands)
     whatif.add_simulate(commands)
     whatif.add_plan(commands)
     whatif.add_replay(commands)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from .errors import ConfigError
+from .protocol.gossip import GossipOptions
 from .protocol.schedule import SyncOptions
 from .runtime.checkpoint import CheckpointOptions
 from .runtime.launch import LaunchOptions
@@ -39,6 +40,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
 
     run: RunOptions = RunOptions()
     sync: SyncOptions = SyncOptions()
+    gossip: GossipOptions | None = None  # given: peers that exchange models, and no syncer
     model: ModelOptions = ModelOptions()
     data: DataOptions = DataOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
@@ -118,6 +120,8 @@ def validate(config: Config) -> None:
         check(section, getattr(config, section))
     for rule in _broken_rules(config.sync):
         raise ConfigError(f"sync.{rule}")
+    for rule in _broken_gossip(config.gossip, config.data.shards) if config.gossip else ():
+        raise ConfigError(f"gossip.{rule}")
     if not config.run.name.strip():
         raise ConfigError("run.name is empty: it tells runs apart; give one")
     if config.checkpoint.keep < 1:
@@ -191,10 +195,43 @@ def _broken_rules(sync: SyncOptions) -> list[str]:
     return broken
 
 
+def _broken_gossip(gossip: GossipOptions, shards: int) -> list[str]:
+    broken = [
+        f"{name}={getattr(gossip, name)} must be at least 1"
+        for name in ("peers", "rounds", "local_steps", "suspect_rounds", "alarm_rounds")
+        if getattr(gossip, name) < 1
+    ]
+    broken += [
+        f"{name}={getattr(gossip, name)} must be positive"
+        for name in ("outer_lr", "patience", "timeout_s_min", "timeout_s_max", "start_s_max", "lease_s")
+        if not getattr(gossip, name) > 0
+    ]
+    if not 0 < gossip.alpha <= 1:
+        broken.append(
+            f"alpha={gossip.alpha} must be above 0 and at most 1: it is the share of the mixing done"
+        )
+    if not 0 <= gossip.momentum < 1:
+        broken.append(f"outer_momentum={gossip.momentum} must be in [0, 1)")
+    if gossip.timeout_s_min > gossip.timeout_s_max:
+        broken.append(
+            f"timeout_s_min={gossip.timeout_s_min} exceeds gossip.timeout_s_max={gossip.timeout_s_max}"
+        )
+    if gossip.checkpoint_rounds < 0:
+        broken.append(f"checkpoint_rounds={gossip.checkpoint_rounds} must not be negative; 0 writes none")
+    if gossip.peers > shards:
+        broken.append(
+            f"peers={gossip.peers} exceeds data.shards={shards}: "
+            "every peer reads a shard of its own; raise data.shards"
+        )
+    return broken
+
+
 def warnings(config: Config) -> list[str]:
     """Return what is allowed but unwise."""
     sync = config.sync
-    found = []
+    found: list[str] = []
+    if config.gossip is not None:
+        return found
     rounds = sync.steps // sync.interval_steps
     if rounds < MOMENTUM_ROUNDS and sync.outer_momentum > MOMENTUM_SHORT:
         found.append(
@@ -205,8 +242,9 @@ def warnings(config: Config) -> list[str]:
 
 
 def settings_of(config: Config, **extra: Any) -> dict[str, Any]:
-    """Return what a syncer hands every learner: the sections they must agree on, as plain data."""
-    agreed = {name: getattr(config, name) for name in ("run", "sync", "model", "data", "optimizer")}
+    """Return what a run's workers are handed: the sections they must agree on, as plain data."""
+    names = ("run", "sync" if config.gossip is None else "gossip", "model", "data", "optimizer")
+    agreed = {name: getattr(config, name) for name in names}
     return {**msgspec.to_builtins(agreed), **extra}
 
 
@@ -214,6 +252,8 @@ def dump(config: Config) -> str:
     """Return the whole configuration as TOML."""
     lines: list[str] = []
     for section, options in msgspec.to_builtins(config).items():
+        if options is None:
+            continue
         lines.append(f"[{section}]")
         lines += [f"{key} = {_toml(value)}" for key, value in options.items() if value is not None]
         lines.append("")
@@ -228,5 +268,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{k} = {_toml(item)}" for k, item in value.items() if item is not None) + "}"
     return repr(value)

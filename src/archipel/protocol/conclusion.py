@@ -5,7 +5,7 @@ answer; each sends its model; the writer adds them up as they come, divides, and
 member that is lost on the way makes the rendezvous name members anew, under another attempt.
 
 Invariants: a mean is made of exactly the members of its attempt; the writer stays until each of them has the
-mean or is gone.
+mean or is gone and the rendezvous knows of it, but no longer than a while after.
 """
 
 from dataclasses import dataclass, field
@@ -23,8 +23,13 @@ class Conclusion:
     losses: dict[str, float] = field(default_factory=dict)  # of the members whose models are on their way in
     summed: int = 0  # models added so far
     served: dict[str, None] = field(default_factory=dict)  # members that have the mean, or are gone
-    made: bool = False  # the mean is there
+    concluded: g.Concluded | None = None  # the mean is made
     over: bool = False
+
+    @property
+    def made(self) -> bool:
+        """Whether the mean is there."""
+        return self.concluded is not None
 
     @property
     def writing(self) -> bool:
@@ -77,8 +82,7 @@ class Conclusion:
         conclude = self.conclude
         if conclude is None or event.attempt != conclude.attempt or self.made:
             return []
-        self.made = True
-        concluded = g.Concluded(event.digest, event.figures, event.attempt)
+        concluded = self.concluded = g.Concluded(event.digest, event.figures, event.attempt)
         others = [name for name in conclude.members if name != self.name and name not in self.served]
         means = [m.Send(name, g.Mean(event.digest, event.attempt)) for name in others]
         self._look()
@@ -86,6 +90,8 @@ class Conclusion:
 
     def connected(self, worker: str) -> list[m.Action]:
         """A channel is open again: what was said over the old one may not have arrived."""
+        if worker == g.RENDEZVOUS:
+            return [m.Send(worker, self.concluded)] if self.concluded is not None else []
         conclude = self.conclude
         if conclude is None or not self.writing or worker not in conclude.members or worker in self.losses:
             return []
@@ -93,7 +99,7 @@ class Conclusion:
 
     def disconnected(self, worker: str) -> list[m.Action]:
         """A channel is gone: whoever should have the mean over it will hear that the run is over."""
-        return self.told(worker) if self.made else []
+        return self.told(worker) if self.made and worker != g.RENDEZVOUS else []
 
     def told(self, worker: str) -> list[m.Action]:
         """A member has the mean, or is gone."""
@@ -111,5 +117,5 @@ class Conclusion:
 
     def _look(self) -> None:
         assert self.conclude is not None
-        rest = [name for name in self.conclude.members if name not in (self.name, *self.served)]
-        self.over = self.made and not rest
+        owed = (*self.conclude.members, g.RENDEZVOUS)
+        self.over = self.made and all(name in (self.name, *self.served) for name in owed)

@@ -131,7 +131,8 @@ class PeerMachine:
             case g.Gathered(attempt=attempt):
                 return self.conclusion.gathered(attempt)
             case g.Averaged():
-                return self._conclusion(self.conclusion.averaged(event))
+                patience = m.Wake(now + self.options.start_s_max)
+                return self._conclusion([*self.conclusion.averaged(event), patience])
             case _:
                 return []
 
@@ -174,7 +175,7 @@ class PeerMachine:
         self.links[worker] = True
         if worker == g.RENDEZVOUS:
             again = self.rounds.end() if self.state == "concluding" else []
-            return [self._enrol(), *again]
+            return [self._enrol(), *again, *self.conclusion.connected(worker)]
         if worker == self.donor and self.state == "cloning":
             return [m.Send(worker, g.Clone(self.incarnation))]
         if self.state == "concluding":
@@ -287,6 +288,8 @@ class PeerMachine:
         if self.state == "cloning":
             again = [m.Notice(f"no state from {self.donor} yet: asking again", "warning"), self._enrol()]
             return [*again, m.Wake(now + CLONE_S_MAX)]
+        if self.state == "concluding" and self.conclusion.made:
+            return self._leave("", complete=True)
         return self.rounds.woke(now)
 
     def _disconnected(self, now: float, worker: str, reason: str) -> list[m.Action]:

@@ -37,6 +37,7 @@ class RendezvousState(Struct):
     schema: str = ""
     begun: bool = False
     concluded: g.Concluded | None = None
+    attempts: int = 0
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Entry:
     lost_at: float = 0.0
     left: bool = False
     at_end: bool = False
+    waiting: bool = False  # whole, but too late for the end that is under way
     tokens: int = 0
     settled: dict[int, int] = field(default_factory=dict)  # newest rounds -> tokens of each
 
@@ -128,13 +130,21 @@ class RendezvousMachine:
         """Return what a checkpoint holds."""
         begun = self.state != "gathering"
         return RendezvousState(
-            self.epoch, self.taken, self.positions, self.ledger, self.schema, begun, self.concluded
+            self.epoch,
+            self.taken,
+            self.positions,
+            self.ledger,
+            self.schema,
+            begun,
+            self.concluded,
+            self.attempts,
         )
 
     def restore(self, state: RendezvousState) -> None:
         """Go on from a checkpoint; call it before any event."""
         self.epoch, self.taken, self.positions = state.epoch, state.taken, state.positions
         self.ledger, self.schema, self.concluded = state.ledger, state.schema, state.concluded
+        self.attempts = state.attempts
         self.state = "running" if state.begun else "gathering"
 
     def handle(self, now: float, event: m.Event) -> list[m.Action]:
@@ -172,7 +182,7 @@ class RendezvousMachine:
                     return [m.Send(sender, self.concluding)]  # said before, over a channel that broke
                 return self._conclude()
             case g.Concluded():
-                return self._made(now, message)
+                return self._made(now, sender, message)
             case m.Leave(tokens=tokens):
                 return self._left(entry, tokens)
             case _:
@@ -279,7 +289,11 @@ class RendezvousMachine:
             entry.left = True
             return self._refuse(entry.name, refusal)
         self.schema = self.schema or ready.schema
-        entry.ready, entry.round = True, max(entry.round, ready.round)
+        entry.round = max(entry.round, ready.round)
+        if self.state == "concluding":
+            entry.waiting = True
+            return []
+        entry.ready = True
         if self.state != "gathering":
             return self._change()
         if sum(other.paired for other in self.entries.values()) >= self.options.peers:
@@ -328,7 +342,10 @@ class RendezvousMachine:
             return []
         if self.concluding is not None and entry.name not in self.concluding.members:
             return []
-        self.concluding = None
+        if self.concluding is not None:
+            self.concluding, self.state = None, "running"
+            for other in self.entries.values():
+                other.ready = other.ready or other.waiting
         return [*self._change(), *self._conclude()]
 
     # ---- rounds ----
@@ -378,15 +395,18 @@ class RendezvousMachine:
             return []
         self.state, self.attempts = "concluding", self.attempts + 1
         self.concluding = g.Conclude(members[0], tuple(members), self.attempts)
-        return [m.Send(members[0], self.concluding)]
+        return [m.Send(members[0], self.concluding), m.Save(self.options.rounds)]
 
-    def _made(self, now: float, concluded: g.Concluded) -> list[m.Action]:
-        if self.concluding is None or concluded.attempt != self.concluding.attempt:
-            return []
+    def _made(self, now: float, writer: str, concluded: g.Concluded) -> list[m.Action]:
+        """The mean is made. The first one said is the run's; one made for an older attempt is a mean too."""
+        got = m.Send(writer, g.Got(self.options.rounds))
+        if self.concluded is not None:
+            return [got]
         self.concluded, self.over_at = concluded, now + LEAVE_S_MAX
-        told = (*self.concluding.members, *(n for n, e in self.entries.items() if e.live and not e.ready))
-        rest = [m.Send(name, m.Done(0, "the run is over")) for name in told[len(self.concluding.members) :]]
-        return [m.Save(self.options.rounds), *rest, m.Wake(self.over_at)]
+        members = self.concluding.members if self.concluding is not None else (writer,)
+        rest = [name for name, entry in self.entries.items() if entry.live and name not in members]
+        done = [m.Send(name, m.Done(0, "the run is over")) for name in rest if not self.entries[name].at_end]
+        return [m.Save(self.options.rounds), got, *done, m.Wake(self.over_at)]
 
     def _stop(self, now: float, reason: str) -> list[m.Action]:
         self.stopping, self.over_at = reason or "stopped", now + LEAVE_S_MAX

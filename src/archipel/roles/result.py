@@ -1,6 +1,7 @@
 """What a syncer leaves when it ends: figures in `syncer.json`, and the merged model.
 
-The model is one that `from_pretrained` loads, or plain tensors where it is a user's own.
+The model is one that `from_pretrained` loads, with the tokenizer of its data beside it, or plain tensors
+where it is a user's own.
 """
 
 import logging
@@ -10,12 +11,12 @@ import msgspec
 import torch
 
 from .. import config as configuration
-from ..errors import ModelError
+from ..errors import DataError, ModelError
 from ..protocol import messages as m
 from ..protocol.syncer import SyncerMachine
-from ..train import models
+from ..train import exported, models
 from ..train.compute import FragmentState, OuterState
-from ..train.options import ModelOptions
+from ..train.options import DataOptions, ModelOptions
 
 log = logging.getLogger("archipel")
 
@@ -44,11 +45,17 @@ def conclude(
     path.with_suffix(".tmp").write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
     path.with_suffix(".tmp").rename(path)
     tensors = {name: torch.from_numpy(array) for name, array in outer.tensors(states).items()}
-    export(tensors, configuration.from_settings(machine.settings).model, out / "model")
+    settings = configuration.from_settings(machine.settings)
+    export(tensors, settings.model, out / "model", data=settings.data)
 
 
-def export(tensors: dict[str, torch.Tensor], options: ModelOptions, folder: Path) -> None:
-    """Write the merged model for `from_pretrained`; weights of a user's own model as plain tensors."""
+def export(
+    tensors: dict[str, torch.Tensor], options: ModelOptions, folder: Path, data: DataOptions | None = None
+) -> None:
+    """Write the merged model for `from_pretrained`; weights of a user's own model as plain tensors.
+
+    data: what it learnt from. The tokenizer goes with the weights, if this host has it.
+    """
     try:
         models.export(completed(tensors, options), options, folder)
     except ModelError as error:
@@ -56,6 +63,16 @@ def export(tensors: dict[str, torch.Tensor], options: ModelOptions, folder: Path
         log.info("exported as plain tensors reason=%r", str(error))
         folder.mkdir(exist_ok=True)
         save_tensors(tensors, folder / "weights.safetensors")
+        return
+    if data is not None and options.kind != "vit":
+        _export_tokenizer(data, options, folder)
+
+
+def _export_tokenizer(data: DataOptions, options: ModelOptions, folder: Path) -> None:
+    try:
+        exported.write_tokenizer(data, options, folder)
+    except (DataError, OSError) as error:
+        log.warning("exported without a tokenizer, `archipel score` needs it named reason=%r", str(error))
 
 
 def completed(tensors: dict[str, torch.Tensor], options: ModelOptions) -> dict[str, torch.Tensor]:

@@ -45,11 +45,12 @@ class Losses:
         if self.rounds % self.config.evaluate.every_rounds == 0:
             self.measure()
 
-    def measure(self) -> float:
-        """Evaluate the merged model now."""
-        state = {name: torch.from_numpy(array) for name, array in self.outer.tensors().items()}
-        self._model.load_state_dict(state, strict=False)
-        found = evaluate(self._model, self._batches)
+    def measure(self, own: torch.nn.Module | None = None) -> float:
+        """Evaluate the merged model now, or a learner's own."""
+        if own is None:
+            state = {name: torch.from_numpy(array) for name, array in self.outer.tensors().items()}
+            self._model.load_state_dict(state, strict=False)
+        found = evaluate(self._model if own is None else own, self._batches)
         self.points.append(
             {"at_s": round(self.now, 3), "round": self.rounds, "loss": found.loss, "accuracy": found.accuracy}
         )
@@ -57,9 +58,13 @@ class Losses:
 
 
 def train_virtually(
-    config: Config, sim: SimOptions, *, seed: int = 0, folder: Path | None = None
+    config: Config, sim: SimOptions, *, seed: int = 0, folder: Path | None = None, own_every: int = 0
 ) -> tuple[Outcome, Losses]:
-    """Run `config` in virtual time with real tensors; return what happened and how the loss fell."""
+    """Run `config` in virtual time with real tensors; return what happened and how the loss fell.
+
+    own_every: of a run with one learner, that stands for data parallel and is hardly ever merged, its own
+    weights are evaluated every so many steps; 0: never.
+    """
     torch.set_num_threads(1)
     config = seeded(config)
     schema, weights, model = initial_weights(config, "")
@@ -71,10 +76,12 @@ def train_virtually(
     losses.measure()
 
     syncers: list[LocalSyncer] = []
+    learners: dict[str, LocalLearner] = {}
 
     def make_port(name: str, said: Said) -> ComputePort:
         if name != m.SYNCER:
-            return LocalLearner(config, corpus, said)
+            learners[name] = LocalLearner(config, corpus, said)
+            return learners[name]
         if not syncers:
             syncers.append(LocalSyncer(outer, said, losses.merged))
         else:
@@ -83,6 +90,8 @@ def train_virtually(
 
     def watch(worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
         losses.now = now
+        if own_every and isinstance(event, m.StepCompleted) and event.step % own_every == 0:
+            losses.measure(learners[worker].model)
 
     run = Run(
         config.sync,
@@ -93,6 +102,7 @@ def train_virtually(
         settings=settings_of(config),
         schema=schema,
         make_port=make_port,
+        rows=config.data.batch,
     )
     outcome = simulate(run, folder=folder, watch=watch)
     losses.measure()

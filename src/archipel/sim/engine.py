@@ -4,9 +4,8 @@ The machines are those that run live (DESIGN.md, section 1); this host supplies 
 and asks a compute port for steps, copies and merges. Where the port knows costs only, time passes; where it
 holds tensors (`ports.ComputePort`), the run trains.
 
-At the end of a learner's step, in this order: the port steps and copies, `StepCompleted` is handled, the
-updates that wait are applied (`Applied`), then the next step starts unless it holds or stops. A learner that
-is not stepping applies at once.
+Learners' steps, and the hardware they run on, are in `sim.pace`. An update waits for the end of a step; a
+learner that is not stepping applies at once.
 
 Invariants: a run is a function of its options and faults: events at one instant are handled in the order they
 were asked for; `now` never decreases; a machine has one alarm; the newest `Apply` of a fragment replaces one
@@ -15,6 +14,7 @@ that waits.
 
 import heapq
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import to_builtins
@@ -24,6 +24,7 @@ from ..protocol.learner import LearnerMachine
 from ..protocol.schedule import SyncOptions
 from ..protocol.syncer import SyncerMachine, SyncerState
 from .network import Channel, Parcel
+from .pace import Island, Pace
 from .ports import ComputePort, CostPort, EngineOptions, Host, LearnerOptions, Record, Said
 
 NEVER = float("inf")
@@ -54,16 +55,13 @@ class Engine:
         self.learners: dict[str, LearnerOptions] = {}
         self.roles: dict[str, str] = {}
         self.channels: dict[str, Channel] = {}
-        self.journal: dict[str, tuple[int, int]] = {}  # learner -> (shard, position) beside its data
         self.saved: SyncerState | None = None
         self.restored: SyncerState | None = None  # what the syncer that runs now was started from
         self.epochs = 0  # syncer processes so far
-        self.stepped_s: dict[str, float] = {}  # learner -> time in steps that were completed
-        self.any_stepping_s = 0.0  # time in which any learner was in a step
         self.handled = 0  # events so far
+        self.journal: dict[str, tuple[int, int]] = {}  # learner -> (shard, position) beside its data
+        self.pace = Pace(self, partial(uniform, self.options.seed))
         self._make_port = make_port
-        self._slow: dict[str, float] = {}
-        self._stepping, self._stepping_since = 0, 0.0  # learners in a step, and since when so many
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._faults = 0  # scheduled by the user and not over
@@ -87,12 +85,20 @@ class Engine:
         return machine
 
     def add(
-        self, name: str, options: LearnerOptions | None = None, *, at: float = 0.0, role: str = "learner"
+        self,
+        name: str,
+        options: LearnerOptions | None = None,
+        *,
+        at: float = 0.0,
+        role: str = "learner",
+        island: Island | None = None,
     ) -> None:
-        """A new worker starts its process at this time."""
+        """A new worker starts its process at this time, or once its island has a slice to run it on."""
         self.learners[name] = options or LearnerOptions()
         self.roles[name] = role
         self.channels[name] = Channel(name, self.learners[name].link)
+        if island is not None:
+            self.pace.islands[name] = island
         self._plan(at, self._boot, name)
 
     def _port(self, name: str) -> ComputePort:
@@ -109,11 +115,17 @@ class Engine:
     def _boot(self, name: str) -> None:
         if self._alive(name):
             return
+        absent_until = self.pace.absent_until(name)
+        if absent_until > self.now:
+            if absent_until < NEVER:
+                self.at(absent_until, self._boot, name)
+            return
         self._lose(self.channels[name], "replaced")
         shard, position = self.journal.get(name, (-1, -1))
-        self._host(name, LearnerMachine(name, f"{name}.{self._lives + 1}", self.run_name, shard, position,
-                                        role=self.roles[name]))  # fmt: skip
-        self._at(self.now, self._dial, name, self.hosts[name].life)
+        host = self._host(name, LearnerMachine(name, f"{name}.{self._lives + 1}", self.run_name, shard,
+                                               position, role=self.roles[name]))  # fmt: skip
+        host.computes = self.roles[name] != "observer"
+        self.at(self.now, self._dial, name, self.hosts[name].life)
 
     def _boot_syncer(self, state: SyncerState | None) -> None:
         machine = SyncerMachine(self.run_name, self.sync, self.schema, self.settings, self.options.shards)
@@ -121,7 +133,7 @@ class Engine:
         if state is not None:
             machine.restore(state)
         host = self._host(m.SYNCER, machine)
-        self._at(self.now, self._handle, host, m.Woke(), None)
+        self.at(self.now, self.handle, host, m.Woke(), None)
 
     def _alive(self, name: str) -> bool:
         host = self.hosts.get(name)
@@ -151,9 +163,9 @@ class Engine:
 
     def slow(self, name: str, factor: float, at: float, until: float = NEVER) -> None:
         """Steps that begin from now on take `factor` times as long."""
-        self._plan(at, self._set_slow, name, factor)
+        self._plan(at, self.pace.set_slow, name, factor)
         if until < NEVER:
-            self._plan(until, self._set_slow, name, 1.0)
+            self._plan(until, self.pace.set_slow, name, 1.0)
 
     def partition(self, name: str, at: float, until: float = NEVER) -> None:
         """Nothing passes between this learner and the syncer."""
@@ -200,21 +212,21 @@ class Engine:
         assert finished is not None, f"no end by {horizon_s} s: tick {self.syncer.tick} of {self.sync.steps}"
         return finished
 
-    def _at(self, at: float, work: Callable[..., None], *arguments: Any) -> None:
+    def at(self, at: float, work: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, work, arguments))
 
     def _plan(self, at: float, work: Callable[..., None], *arguments: Any) -> None:
         self._faults += 1
-        self._at(max(at, self.now), self._planned, work, arguments)
+        self.at(max(at, self.now), self._planned, work, arguments)
 
     def _planned(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._faults -= 1
-        booting = work in (self._boot, self._revive, self._set_slow, self._cut, self._heal)
+        booting = work in (self._boot, self._revive, self.pace.set_slow, self._cut, self._heal)
         if booting or self._alive(arguments[0]):
             work(*arguments)
 
-    def _handle(self, host: Host, event: m.Event, payload: Any) -> None:
+    def handle(self, host: Host, event: m.Event, payload: Any) -> None:
         """Let a machine decide, record it, then carry out what it decided."""
         if not host.alive:
             return
@@ -236,7 +248,7 @@ class Engine:
                 host.pending.pop(fragment, None)
                 host.pending[fragment] = (version, payload)
                 if not host.stepping:
-                    self._land(host)
+                    self.land(host)
             case m.Fold():
                 self._work(host, self.options.fold_s, host.port.fold, action, payload)
             case m.Merge(fragment=fragment, version=version):
@@ -245,14 +257,14 @@ class Engine:
                 host.port.discard(fragment)
             case m.Wake(at=at):
                 host.alarm += 1
-                self._at(max(at, self.now), self._ring, host, host.alarm)
+                self.at(max(at, self.now), self._ring, host, host.alarm)
             case m.Copy(fragments=fragments):
                 host.port.copy(fragments)
             case m.Hold():
                 host.allowed = False
             case m.Resume():
                 host.allowed = True
-                self._begin(host)
+                self.pace.begin(host)
             case _:
                 self._act_rarely(host, action)
 
@@ -264,7 +276,7 @@ class Engine:
             case m.Stop(reason=reason):
                 host.stopping = reason
                 if not host.stepping:
-                    self._at(self.now, self._handle, host, m.StopRequested(reason), None)
+                    self.at(self.now, self.handle, host, m.StopRequested(reason), None)
             case m.Close(worker=worker):
                 self._lose(self.channels[worker if worker in self.channels else host.name], "closed")
             case m.Save(round=number):
@@ -276,12 +288,12 @@ class Engine:
 
     def _ring(self, host: Host, alarm: int) -> None:
         if alarm == host.alarm:
-            self._handle(host, m.Woke(), None)
+            self.handle(host, m.Woke(), None)
 
     def _work(self, host: Host, cost_s: float, call: Callable[..., None], *arguments: Any) -> None:
         """Have the port do something once the time it takes is over, after what it does already."""
         host.busy_until = max(host.busy_until, self.now) + cost_s
-        self._at(host.busy_until, self._done, host, call, arguments)
+        self.at(host.busy_until, self._done, host, call, arguments)
 
     def _done(self, host: Host, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Let the port do it, and the machine hear of it at once: neither is ever ahead of the other."""
@@ -290,67 +302,15 @@ class Engine:
         self._said.clear()
         call(*arguments)
         for event in tuple(self._said):
-            self._handle(host, event, None)
+            self.handle(host, event, None)
 
-    # ---- a learner's compute ----
-
-    def _begin(self, host: Host) -> None:
-        if host.stepping or not host.allowed or host.paused or host.frozen or host.stopping is not None:
-            return
-        if not host.alive or self.roles[host.name] == "observer":
-            return
-        host.stepping = True
-        assert isinstance(host.machine, LearnerMachine)
-        host.tick = host.machine.schedule_tick
-        self._count_stepping(1)
-        self._end_in(host, self._step_s(host))
-
-    def _end_in(self, host: Host, left_s: float) -> None:
-        host.run += 1
-        host.began_at = self.now if host.left_s == 0.0 else host.began_at
-        host.ends_at = self.now + left_s
-        self._at(host.ends_at, self._boundary, host, host.run)
-
-    def _step_s(self, host: Host) -> float:
-        options = self.learners[host.name]
-        spread = options.jitter * (2 * uniform(self.options.seed, host.name, host.steps) - 1)
-        return options.step_s * self._slow.get(host.name, 1.0) * (1 + spread)
-
-    def _boundary(self, host: Host, run: int) -> None:
-        """A step is over."""
-        if run != host.run or not host.alive or host.paused or host.frozen:
-            return
-        host.stepping, host.left_s = False, 0.0
-        self._count_stepping(-1)
-        host.steps += 1
-        took_s = self.now - host.began_at
-        self.stepped_s[host.name] = self.stepped_s.get(host.name, 0.0) + took_s
-        tokens, copied = host.port.step(host.steps, host.tick)
-        self._handle(host, m.StepCompleted(host.steps, tokens, took_s, copied, host.tick), None)
-        self._note_position(host)
-        self._land(host)
-        if host.stopping is not None:
-            self._handle(host, m.StopRequested(host.stopping), None)
-        self._begin(host)
-
-    def _count_stepping(self, change: int) -> None:
-        if self._stepping:
-            self.any_stepping_s += self.now - self._stepping_since
-        self._stepping += change
-        self._stepping_since = self.now
-
-    def _note_position(self, host: Host) -> None:
-        machine = host.machine
-        assert isinstance(machine, LearnerMachine)
-        self.journal[host.name] = (machine.shard, machine.position + machine.tokens)
-
-    def _land(self, host: Host) -> None:
+    def land(self, host: Host) -> None:
         """Apply what waits, oldest request first."""
         while host.pending:
             fragment, (version, payload) = next(iter(host.pending.items()))
             del host.pending[fragment]
             host.port.apply(fragment, version, payload)
-            self._handle(host, m.Applied(fragment, version, host.steps), None)
+            self.handle(host, m.Applied(fragment, version, host.steps), None)
 
     # ---- the network ----
 
@@ -365,7 +325,7 @@ class Engine:
             case m.Update(fragment=fragment, version=version):
                 payload, nbytes = self._sized(host.port.payload(fragment, version))
         parcel = Parcel(host.name, to, message, payload, channel.connection)
-        self._at(channel.send(self.now, parcel, nbytes), self._deliver, channel, parcel)
+        self.at(channel.send(self.now, parcel, nbytes), self._deliver, channel, parcel)
 
     def _sized(self, payload: Any) -> tuple[Any, float]:
         """Return a payload with its bytes: its own if it holds any."""
@@ -374,7 +334,7 @@ class Engine:
     def _deliver(self, channel: Channel, parcel: Parcel) -> None:
         if channel.passes(parcel):
             receiver = self.hosts[parcel.receiver]
-            self._handle(receiver, m.Received(parcel.sender, parcel.message), parcel.payload)
+            self.handle(receiver, m.Received(parcel.sender, parcel.message), parcel.payload)
 
     def _dial(self, name: str, life: int) -> None:
         """Try to connect; again after a while if nobody answers."""
@@ -382,11 +342,11 @@ class Engine:
         if host.life != life or host.finished is not None or channel.up:
             return
         if host.frozen or channel.cut or not self._alive(m.SYNCER):
-            self._at(self.now + channel.link.retry_s, self._dial, name, life)
+            self.at(self.now + channel.link.retry_s, self._dial, name, life)
             return
         channel.connect()
-        self._handle(self.hosts[m.SYNCER], m.Connected(name), None)
-        self._handle(host, m.Connected(m.SYNCER), None)
+        self.handle(self.hosts[m.SYNCER], m.Connected(name), None)
+        self.handle(host, m.Connected(m.SYNCER), None)
 
     def _lose(self, channel: Channel, reason: str) -> None:
         """Both ends learn now that the connection is gone; a learner that lives dials again."""
@@ -394,12 +354,12 @@ class Engine:
             return
         channel.lose()
         learner = self.hosts[channel.learner]
-        self._at(self.now, self._handle, self.hosts[m.SYNCER], m.Disconnected(channel.learner, reason), None)
-        self._at(self.now, self._handle, learner, m.Disconnected(m.SYNCER, reason), None)
-        self._at(self.now + channel.link.retry_s, self._dial, channel.learner, learner.life)
+        self.at(self.now, self.handle, self.hosts[m.SYNCER], m.Disconnected(channel.learner, reason), None)
+        self.at(self.now, self.handle, learner, m.Disconnected(m.SYNCER, reason), None)
+        self.at(self.now + channel.link.retry_s, self._dial, channel.learner, learner.life)
 
     def _lose_later(self, channel: Channel, delay_s: float, reason: str) -> None:
-        self._at(self.now + delay_s, self._notice, channel, channel.connection, reason)
+        self.at(self.now + delay_s, self._notice, channel, channel.connection, reason)
 
     def _notice(self, channel: Channel, connection: int, reason: str) -> None:
         broken = channel.cut or self._deaf(channel.learner) or self._deaf(m.SYNCER)
@@ -422,28 +382,22 @@ class Engine:
         if not self._alive(name):
             return
         host = self.hosts[name]
-        if host.stepping and not host.paused:
-            self._count_stepping(-1)
+        self.pace.gone(host)
         host.life = 0
         for channel in self.channels.values():
             if name in (m.SYNCER, channel.learner):
                 self._lose_later(channel, channel.link.notice_death_s, "reset")
 
+    def perish(self, host: Host) -> None:
+        """The process dies for want of slices; it starts again when there are some."""
+        self._kill(host.name)
+        self._boot(host.name)
+
     def _pause(self, name: str) -> None:
-        host = self.hosts[name]
-        if host.stepping and not host.paused:
-            self._count_stepping(-1)
-        host.paused = True
-        host.left_s = max(host.ends_at - self.now, 0.0) if host.stepping else 0.0
+        self.pace.pause(self.hosts[name])
 
     def _go_on(self, name: str) -> None:
-        host = self.hosts[name]
-        host.paused = False
-        if host.stepping:
-            self._count_stepping(1)
-            self._end_in(host, host.left_s)
-        else:
-            self._begin(host)
+        self.pace.go_on(self.hosts[name])
 
     def _freeze(self, name: str) -> None:
         self._pause(name)
@@ -455,11 +409,8 @@ class Engine:
         host.frozen, backlog = False, host.backlog
         host.backlog = []
         for event, payload in backlog:
-            self._handle(host, event, payload)
+            self.handle(host, event, payload)
         self._go_on(name)
-
-    def _set_slow(self, name: str, factor: float) -> None:
-        self._slow[name] = factor
 
     def _cut(self, name: str) -> None:
         self.channels[name].cut = True
@@ -475,7 +426,7 @@ class Engine:
         if host.stepping and not host.paused:
             host.stopping = "stopped"
         else:
-            self._handle(host, m.StopRequested("stopped"), None)
+            self.handle(host, m.StopRequested("stopped"), None)
 
     def _revive(self) -> None:
         if self._alive(m.SYNCER):

@@ -20,7 +20,9 @@ class LearnerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     step_s: float = 1.0
     jitter: float = 0.0  # a step's time is uniform within ± this share
     tokens: int = 1000  # per step
+    rows: int = 0  # windows in these tokens, of which a step with fewer slices takes fewer; 0: one per token
     prepare_s: float = 0.0  # from settings to a model
+    exposed_s: float = 0.0  # communication within a step that no compute hides
     link: LinkOptions = LinkOptions()
 
 
@@ -37,8 +39,11 @@ class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
 class ComputePort(m.Compute, Protocol):
     """`messages.Compute`, and the step. Results are said to the `Said` it was made with, during the call."""
 
-    def step(self, number: int, tick: int) -> tuple[int, tuple[int, ...]]:
-        """Take inner step `number`, copy the fragments asked for; return its tokens and what was copied."""
+    def step(self, number: int, tick: int, rows: int | None = None) -> tuple[int, tuple[int, ...]]:
+        """Take inner step `number`, copy the fragments asked for; return its tokens and what was copied.
+
+        rows: windows of this step where its hardware is not whole; None: a full batch.
+        """
         ...
 
 
@@ -47,7 +52,8 @@ Record = Callable[[str, float, m.Event, list[m.Action]], None]
 
 
 class CostPort:
-    """Costs stand for tensors: payloads are None, every push is fit, every merge succeeds."""
+    """Costs stand for tensors: payloads are None, every push is fit, every merge succeeds; a row is a
+    token."""
 
     def __init__(self, said: Said, schema: tuple[m.TensorSpec, ...], tokens: int = 0) -> None:
         self.said = said
@@ -58,8 +64,8 @@ class CostPort:
     def prepare(self, settings: dict[str, Any], shard: int, position: int) -> None:
         self.said(m.Prepared(self.schema))
 
-    def step(self, number: int, tick: int) -> tuple[int, tuple[int, ...]]:
-        return self.tokens, self.watched
+    def step(self, number: int, tick: int, rows: int | None = None) -> tuple[int, tuple[int, ...]]:
+        return self.tokens if rows is None else rows, self.watched
 
     def copy(self, fragments: tuple[int, ...]) -> None:
         self.watched = fragments
@@ -98,13 +104,18 @@ class Host:
     frozen: bool = False
     backlog: list[tuple[m.Event, Any]] = field(default_factory=list)
     finished: m.Finish | None = None
-    # A learner's compute:
+    # A learner's compute (`sim.pace`):
+    computes: bool = False  # an observer does not
     allowed: bool = False  # `Resume` came, and no `Hold` since
     stopping: str | None = None
     paused: bool = False
     stepping: bool = False
     steps: int = 0
     tick: int = 0  # that the step's learning rate follows
+    compute_s: float = 0.0  # of the step that is on
+    step_s: float = 0.0  # that it takes if nothing stands still
+    lost: bool = False  # a chip fails in this step
+    stopped_until: float = 0.0  # slices are taken out or in
     began_at: float = 0.0
     ends_at: float = 0.0
     left_s: float = 0.0  # of a step that is paused

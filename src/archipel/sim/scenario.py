@@ -8,6 +8,7 @@ Invariants: one seed, one tape, byte for byte; a witness watches every record an
 happen.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from ..chaos.plan import Plan, Weather, draw, load, play
 from ..errors import ConfigError
@@ -25,12 +27,36 @@ from ..protocol.syncer import SyncerMachine, SyncerState
 from ..tape.record import Header, tape_path
 from ..tape.replay import seed_of
 from ..tape.tape import TapeWriter, digest
+from . import bandwidth
 from .engine import Engine
+from .hardware import HardwareOptions
 from .network import LinkOptions
+from .pace import Island
 from .ports import ComputePort, EngineOptions, LearnerOptions, Record, Said
 from .witness import Witness
 
 LONGEST_STORM = 20.0  # faults are drawn for so many times the length of a calm run
+_EVEN = {"step_s": 1.0, "speed_spread": 0.0, "jitter": 0.0, "slow_learner": 1.0}  # hardware says it better
+
+
+class AllReduce(Struct, frozen=True, forbid_unknown_fields=True):
+    """What data parallel over several sites adds to every step: a ring all-reduce of all gradients.
+
+    Two thirds of a step hide it (`sim.bandwidth`); what they do not hide makes the step longer.
+    """
+
+    sites: int = 2
+    bytes_per_s: float = 1e9  # of each site's line, each way
+    latency_s: float = 0.0
+    bits: float = 16.0  # per gradient
+    buckets: int = 40  # the last of so many has nothing left to hide behind
+
+    def exposed_s(self, parameters: float, step_s: float) -> float:
+        """Return the seconds that a step of so long takes longer."""
+        exchange = bandwidth.Exchange(
+            "dp", parameters, self.bits, step_s, self.sites, self.latency_s, buckets=self.buckets
+        )
+        return bandwidth.exposed_s(exchange, 8 * self.bytes_per_s / 1e9)
 
 
 class SimOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,9 +73,25 @@ class SimOptions(Struct, frozen=True, forbid_unknown_fields=True):
     fragment_bytes: float = 1e6  # a payload, where costs stand for tensors
     fold_s: float = 0.0
     merge_s: float = 0.0
+    hardware: HardwareOptions | None = None  # slices that fail and return; its learners are `sync.learners`
+    all_reduce: AllReduce | None = None  # of a learner that stands for data parallel over several sites
     faults: str = ""  # fault plan to play
     weather: Weather = Weather()  # faults drawn from the seed
     horizon_s: float = 1e7  # a run that is not over by then is given up
+
+    def __post_init__(self) -> None:
+        """ConfigError where hardware and steps contradict each other."""
+        for name, even in _EVEN.items() if self.hardware is not None else ():
+            if getattr(self, name) != even:
+                raise ConfigError(
+                    f"sim.{name}={getattr(self, name)} beside sim.hardware: its own step_s, speed_spread, "
+                    "step_jitter and slowdown_… say how long steps take; leave it out of [sim]"
+                )
+
+    @property
+    def usual_step_s(self) -> float:
+        """About how long a step takes."""
+        return self.step_s if self.hardware is None else self.hardware.step_s
 
 
 @dataclass
@@ -84,6 +126,7 @@ class Outcome:
             "merged_share": round(table["merged"] / consumed, 6),
             "tokens": {key: value for key, value in table.items() if isinstance(value, int)},
             "faults": len(self.plan.fault),
+            "slices_failed": sum(island.slices.failures for island in engine.pace.islands.values()),
             "events": engine.handled,
             "events_per_s": round(engine.handled / max(self.wall_s, 1e-9)),
             "tape": self.tape,
@@ -99,13 +142,19 @@ def _median_step_s(engine: Engine) -> float:
 
 
 def _stepping_share(engine: Engine) -> float:
-    """Return the share of all learners' time that they spent in inner steps that were completed."""
-    learners = [name for name, role in engine.roles.items() if role == "learner"]
-    return sum(engine.stepped_s.get(name, 0.0) for name in learners) / max(engine.now * len(learners), 1e-9)
+    """Return the share of the learners' time, or owned slice time, that went into completed steps."""
+    pace, learners = engine.pace, [name for name, role in engine.roles.items() if role == "learner"]
+    if pace.islands:
+        for island in pace.islands.values():
+            island.slices.count_to(engine.now)
+        owned_s = sum(island.slices.owned_slice_s for island in pace.islands.values())
+        return sum(island.useful_slice_s for island in pace.islands.values()) / max(owned_s, 1e-9)
+    stepped_s = sum(pace.stepped_s.get(name, 0.0) for name in learners)
+    return stepped_s / max(engine.now * len(learners), 1e-9)
 
 
 def _uptime(engine: Engine) -> float:
-    return engine.any_stepping_s / max(engine.now, 1e-9)
+    return engine.pace.any_stepping_s / max(engine.now, 1e-9)
 
 
 @dataclass
@@ -161,6 +210,14 @@ class Run:
     settings: dict[str, Any] | None = None
     schema: tuple[m.TensorSpec, ...] = (m.TensorSpec("w", (1,)),)
     make_port: Callable[[str, Said], ComputePort] | None = None
+    rows: int = 0  # windows of a full batch, where tensors take part
+
+    @property
+    def parameters(self) -> float:
+        """Elements of the model; where costs stand for tensors, what its payloads hold in float32."""
+        if self.make_port is None:
+            return self.sim.fragment_bytes * self.sync.fragments / 4
+        return float(sum(math.prod(spec.shape) for spec in self.schema))
 
 
 def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = None) -> Outcome:
@@ -190,7 +247,7 @@ def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = Non
         tapes.engine = engine
     names = [f"learner-{number}" for number in range(run.sync.learners)]
     for number, name in enumerate(names):
-        engine.add(name, _learner(run.sim, number, len(names)))
+        engine.add(name, _learner(run, number), island=_island(run, number))
     plan = _plan(run, names)
     play(plan, engine)
     began = time.perf_counter()
@@ -202,21 +259,28 @@ def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = Non
     return outcome
 
 
-def _learner(options: SimOptions, number: int, count: int) -> LearnerOptions:
+def _learner(run: Run, number: int) -> LearnerOptions:
     """Return the costs of learner `number`: the fastest is the first, what is slow is the last."""
+    options, count = run.sim, run.sync.learners
     share = number / (count - 1) if count > 1 else 0.0
     last = number == count - 1
     link = options.link
     if last and options.slow_link_bytes_per_s:
-        link = LinkOptions(
-            link.latency_s, options.slow_link_bytes_per_s, link.notice_death_s, link.notice_cut_s
-        )
-    step_s = options.step_s * (1 + options.speed_spread * share) * (options.slow_learner if last else 1.0)
-    return LearnerOptions(step_s, options.jitter, options.tokens, link=link)
+        link = replace(link, bytes_per_s=options.slow_link_bytes_per_s)
+    step_s = options.usual_step_s * (1 + options.speed_spread * share)
+    step_s *= options.slow_learner if last else 1.0
+    exposed_s = options.all_reduce.exposed_s(run.parameters, step_s) if options.all_reduce else 0.0
+    return LearnerOptions(step_s, options.jitter, options.tokens, run.rows, exposed_s=exposed_s, link=link)
+
+
+def _island(run: Run, number: int) -> Island | None:
+    if run.sim.hardware is None:
+        return None
+    return Island(replace(run.sim.hardware, learners=run.sync.learners), number, run.seed)
 
 
 def _plan(run: Run, names: list[str]) -> Plan:
-    options, expected_s = run.sim, run.sync.steps * run.sim.step_s
+    options, expected_s = run.sim, run.sync.steps * run.sim.usual_step_s
     faults = list(load(options.faults).fault) if options.faults else []
     faults += draw(run.seed, names, min(options.horizon_s, LONGEST_STORM * expected_s), options.weather).fault
     unknown = {fault.worker for fault in faults} - {*names, m.SYNCER}
