@@ -47,7 +47,7 @@ def loaded(*overrides: str) -> Config:
         (["sync.steps=many"], "Expected `int`, got `str` - at `sync.steps`"),
         (["sync.merge=median"], "at `sync.merge`"),
         (["sync.steps"], "--set 'sync.steps' is not section.key=value, as in sync.learners=4"),
-        (["gossip.peers=20"], "gossip.peers=20 exceeds data.shards=16"),
+        (["gossip.peers=20", "data.shards=16"], "gossip.peers=20 exceeds data.shards=16"),
         (["gossip.alpha=0.0"], "gossip.alpha=0.0 must be above 0"),
         (["gossip.outer_momentum=1.0"], "gossip.outer_momentum=1.0 must be in [0, 1)"),
         (["gossip.rounds=0"], "gossip.rounds=0 must be at least 1"),
