@@ -92,6 +92,13 @@ class Admitted(Message, frozen=True):
     donor_address: str = ""
 
 
+class Guest(Message, frozen=True):
+    """This peer, no member yet, will ask the receiver for its state; it is reached there."""
+
+    name: str
+    address: str
+
+
 class View(Message, frozen=True):
     """From this round on these peers, sorted by name, are paired under this epoch."""
 
@@ -210,7 +217,7 @@ class Mean(Message, frozen=True):
 
 
 GossipMessage = (
-    Enrol | Admitted | View | Report | Ready | AtEnd | Conclude | Concluded
+    Enrol | Admitted | Guest | View | Report | Ready | AtEnd | Conclude | Concluded
     | Meet | Decline | Model | Got | Clone | State | Final | Mean
 )  # fmt: skip
 

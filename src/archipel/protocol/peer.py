@@ -51,6 +51,7 @@ class PeerMachine:
     step: int = 0
     links: dict[str, bool] = field(default_factory=dict)  # worker -> connected; missing: never was
     clones: dict[str, None] = field(default_factory=dict)  # whom we owe a state
+    guests: dict[str, g.Address] = field(default_factory=dict)  # who will ask for one, and is no member yet
     conclusion: Conclusion = field(default_factory=Conclusion)
     rounds: Rounds = field(init=False)
 
@@ -148,6 +149,9 @@ class PeerMachine:
                 return self.rounds.declined(now, sender, message)
             case g.View() if sender == g.RENDEZVOUS:
                 return self._view(now, message)
+            case g.Guest(name=name, address=address) if sender == g.RENDEZVOUS:
+                self.guests[name] = g.Address(name, address)
+                return [self._know()]
             case g.Admitted() if sender == g.RENDEZVOUS:
                 return self._admitted(now, message)
             case m.Refused(reason=reason, final=True) if sender == g.RENDEZVOUS:
@@ -256,12 +260,19 @@ class PeerMachine:
 
     def _view(self, now: float, view: g.View) -> list[m.Action]:
         self.rounds.see(view)
-        know = g.Know(tuple(one for one in view.members if one.name != self.name))
+        for one in view.members:
+            self.guests.pop(one.name, None)
+        know = self._know()
         if self.state == "ready" and any(one.name == self.name for one in view.members):
             self.state = "running"
             self.rounds.round = max(self.round, min(view.round, self.options.rounds))
             return [know, *self._next(now)]
         return [know]
+
+    def _know(self) -> m.Action:
+        views = self.rounds.views
+        members = [one for one in views[-1].members if one.name != self.name] if views else []
+        return g.Know((*members, *self.guests.values()))
 
     def _next(self, now: float) -> list[m.Action]:
         """Begin the next round, or the end; a state that is asked for is copied between two rounds."""

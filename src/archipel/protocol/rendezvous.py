@@ -208,7 +208,7 @@ class RendezvousMachine:
             start = self._open(name, shard, enrol)
             was_paired = known is not None and known.paired
             entry = self.entries[name] = Entry(name, enrol.incarnation, enrol.address, start)
-            actions = self._change() if was_paired else []
+            actions = self._without(entry) if was_paired else []
         entry.round, entry.kept = max(entry.round, enrol.round), enrol.kept
         self._count(entry, enrol.tokens)
         if enrol.round > 0 and not enrol.kept and self.state == "gathering":
@@ -223,7 +223,8 @@ class RendezvousMachine:
             donor_address=donor.address if donor else "",
         )
         notice = m.Notice(f"enrolled peer={name} shard={shard} donor={admitted.donor!r}")
-        actions += [notice, m.Send(name, admitted)]
+        guest = [m.Send(donor.name, g.Guest(name, enrol.address))] if donor else []
+        actions += [notice, *guest, m.Send(name, admitted)]
         if enrol.round >= 0 and not enrol.kept and enrol.schema and not entry.ready:
             actions += self._ready(now, entry, g.Ready(enrol.round, enrol.schema))
         elif again and self.view is not None:
@@ -436,6 +437,9 @@ class RendezvousMachine:
         return [m.Wake(min(later))] if later else []
 
     def _over(self, now: float) -> list[m.Action]:
+        if self.over_at is None and self.concluded is not None:  # we are back, and the run is over
+            self.over_at = now + LEAVE_S_MAX
+            return [m.Wake(self.over_at)]
         if self.over_at is None:
             return []
         present = [entry.name for entry in self.entries.values() if entry.live]
