@@ -53,6 +53,7 @@ class Rig:
         if state is not None:
             machine.restore(state)
         self._start(g.RENDEZVOUS, machine)
+        self.at(self.now, self.handle, g.RENDEZVOUS, m.Woke())  # as every host says when it starts
         return machine
 
     def peer(self, name: str, **facts: Any) -> None:
