@@ -11,7 +11,7 @@ happen.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +23,16 @@ from ..errors import ConfigError
 from ..protocol import messages as m
 from ..protocol.learner import LearnerMachine
 from ..protocol.schedule import SyncOptions
-from ..protocol.syncer import SyncerMachine, SyncerState
-from ..tape.record import Header, tape_path
+from ..protocol.syncer import SyncerMachine
 from ..tape.replay import seed_of
-from ..tape.tape import TapeWriter, digest
+from ..tape.tape import digest
 from . import bandwidth
 from .engine import Engine
 from .hardware import HardwareOptions
 from .network import LinkOptions
 from .pace import Island
 from .ports import ComputePort, EngineOptions, LearnerOptions, Record, Said
+from .tapes import Opening, Tapes
 from .witness import Witness
 
 LONGEST_STORM = 20.0  # faults are drawn for so many times the length of a calm run
@@ -157,44 +157,17 @@ def _uptime(engine: Engine) -> float:
     return engine.pace.any_stepping_s / max(engine.now, 1e-9)
 
 
-@dataclass
-class Tapes:
-    """Writes every worker's tape of a simulated run; `folder` "" writes none."""
+def _opening(engine: Engine, settings: dict[str, Any]) -> Callable[[str, m.Machine], Opening]:
+    """Return what says how a tape begins. settings: of the whole run."""
 
-    folder: Path
-    run: str
-    settings: dict[str, Any]
-    engine: Engine | None = None
-    _writers: dict[int, TapeWriter] = field(default_factory=dict)  # by the machine's identity
-    _machines: list[m.Machine] = field(default_factory=list)  # kept, so that no identity is used twice
-
-    def record(self, worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
-        """Append a record to the tape of the worker's present process."""
-        assert self.engine is not None
-        machine = self.engine.hosts[worker].machine
-        writer = self._writers.get(id(machine))
-        if writer is None:
-            writer = self._writers[id(machine)] = self._open(worker, machine)
-            self._machines.append(machine)
-        writer.write(now, event, actions)
-
-    def _open(self, worker: str, machine: m.Machine) -> TapeWriter:
-        assert isinstance(machine, LearnerMachine | SyncerMachine) and self.engine is not None
-        state: SyncerState | None = None
+    def opening(worker: str, machine: m.Machine) -> Opening:
+        assert isinstance(machine, LearnerMachine | SyncerMachine)
         if isinstance(machine, SyncerMachine):
-            incarnation, role = f"{self.engine.epochs:03d}", m.SYNCER
-            state = self.engine.restored
-        else:
-            incarnation, role = machine.incarnation.replace(".", "-"), machine.role
-        seed = seed_of(machine, state)
-        settings = {**self.settings, **seed} if role == m.SYNCER else seed
-        header = Header(self.run, worker, role, incarnation, 0.0, settings)
-        return TapeWriter(tape_path(self.folder, worker, incarnation), header)
+            seed = seed_of(machine, engine.restored)
+            return Opening(m.SYNCER, f"{engine.epochs:03d}", {**settings, **seed})
+        return Opening(machine.role, machine.incarnation.replace(".", "-"), seed_of(machine))
 
-    def close(self) -> None:
-        """End every tape."""
-        for writer in self._writers.values():
-            writer.close("end of the simulation")
+    return opening
 
 
 @dataclass(frozen=True)
@@ -225,7 +198,7 @@ def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = Non
     record."""
     witness = Witness(run.sync)
     settings = run.settings or {"sync": to_builtins(run.sync)}
-    tapes = Tapes(folder, run.name, settings) if folder is not None else None
+    tapes: Tapes | None = None
 
     def record(worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
         witness.record(worker, now, event, actions)
@@ -243,8 +216,8 @@ def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = Non
         schema=run.schema,
         settings=settings,
     )
-    if tapes is not None:
-        tapes.engine = engine
+    if folder is not None:
+        tapes = Tapes(folder, run.name, lambda name: engine.hosts[name].machine, _opening(engine, settings))
     names = [f"learner-{number}" for number in range(run.sync.learners)]
     for number, name in enumerate(names):
         engine.add(name, _learner(run, number), island=_island(run, number))
