@@ -74,12 +74,21 @@ def _read(path: str | Path) -> dict[str, Any]:
 def from_tree(tree: dict[str, Any]) -> Config:
     """Return the checked configuration that nested plain data stands for."""
     try:
-        config = msgspec.convert(tree, Config)
+        config = msgspec.convert(_shared_out(tree), Config)
     except msgspec.ValidationError as error:
         words = str(error).replace("`$.", "`").replace("Object contains unknown field", "there is no option")
         raise ConfigError(f"configuration: {words}; docs/guide.md says where options are listed") from None
     validate(config)
     return config
+
+
+def _shared_out(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree with the run's learners on its imagined hardware, where that does not say how many."""
+    sim, sync = tree.get("sim"), tree.get("sync", {})
+    if not isinstance(sim, dict) or not isinstance(sim.get("hardware"), dict) or not isinstance(sync, dict):
+        return tree
+    hardware = {"learners": sync.get("learners", SyncOptions().learners), **sim["hardware"]}
+    return {**tree, "sim": {**sim, "hardware": hardware}}
 
 
 def from_settings(settings: dict[str, Any]) -> Config:
@@ -132,6 +141,12 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"sync.learners={config.sync.learners} exceeds data.shards={config.data.shards}: "
             "every learner reads a shard of its own; raise data.shards"
+        )
+    hardware = config.sim.hardware
+    if hardware is not None and hardware.learners != config.sync.learners:
+        raise ConfigError(
+            f"sim.hardware.learners={hardware.learners} is not sync.learners={config.sync.learners}: "
+            "the cluster is shared out over the run's learners; leave it out of sim.hardware"
         )
 
 
