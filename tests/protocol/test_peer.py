@@ -66,6 +66,27 @@ def test_a_killed_peer_is_skipped_and_comes_back_by_cloning() -> None:
     assert rendezvous(rig).ledger.table()["lost"] > 0
 
 
+def test_a_donor_is_told_where_the_newcomer_is() -> None:
+    rig = run_of(2, rounds=20)
+    rig.run(until=30.0)
+    rig.peer("p-9")
+    rig.run(until=32.0)
+    [donor] = {action.donor for _, _, action in admissions(rig, "p-9")}
+    known = [action.members for _, _, action in rig.actions(g.Know, donor)]
+    assert g.Address("p-9", "at-p-9") in known[-1] and all(one.name != "p-9" for one in known[0])
+    rig.run()
+    # Once it is a member, it is known as one.
+    assert [one.name for one in rig.actions(g.Know, donor)[-1][2].members].count("p-9") == 1
+
+
+def admissions(rig: Rig, name: str) -> list[tuple[float, str, g.Admitted]]:
+    return [
+        (t, who, action.message)
+        for t, who, action in rig.actions(m.Send)
+        if action.to == name and isinstance(action.message, g.Admitted)
+    ]
+
+
 def test_no_peer_waits_longer_than_the_timeout() -> None:
     slow = {"p-0": Costs(step_s=50.0)}
     rig = run_of(4, slow, scheme="one_peer", timeout_s_max=7.0, adapt=False)

@@ -306,6 +306,7 @@ class PeerMachine:
     def _disconnected(self, now: float, worker: str, reason: str) -> list[m.Action]:
         self.links[worker] = False
         self.clones.pop(worker, None)
+        self.guests.pop(worker, None)  # it will ask anew, and we shall be told anew
         if self.state == "concluding":
             return self._conclusion(self.conclusion.disconnected(worker))
         if self.state == "cloning" and worker == self.donor:
