@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .shared import command
+from .shared import command, report
 
 
 def add_data(commands: Any) -> None:
@@ -40,15 +40,24 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def add_tape(commands: Any) -> None:
-    parser = command(commands, "tape", _tape, "summarise a run's tapes and show its last rounds")
-    parser.add_argument("run", help="run folder")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = command(commands, "tape", _tape, "tell a run's figures from its tapes, and show its last rounds")
+    parser.add_argument("run", help="run folder, of a live run or a simulated one")
+    parser.add_argument("--rounds", type=int, default=10, help="how many of the last rounds to show")
+    parser.add_argument(
+        "--loss", type=float, action="append", default=[], metavar="LOSS", help="tell when it was reached"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON: all figures")
 
 
 def _tape(options: argparse.Namespace) -> int:
+    if options.json:
+        from ..dashboard.figures import figures_of
+
+        report(figures_of(options.run, options.loss), True)
+        return 0
     from ..dashboard.terminal import summary
 
-    print(summary(options.run, options.rounds))
+    print(summary(options.run, options.rounds, options.loss))
     return 0
 
 

@@ -239,6 +239,11 @@ class Series:
             self._update_bytes = header.environment.get("update_bytes", [])
 
     @property
+    def machine(self) -> SyncerMachine | None:
+        """The syncer's machine as of the newest record, where `mirror` was asked for."""
+        return self._mirror
+
+    @property
     def fates(self) -> dict[str, Any]:
         """The ledger's table as of the newest record: tokens by fate; empty without a mirror."""
         return self._mirror.ledger.table() if self._mirror is not None else self._fates

@@ -14,11 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import TapeError
-from ..protocol.messages import SYNCER, StepCompleted
-from ..tape.record import Record
-from ..tape.tape import TapeFile, TapeTail, segments, workers
 from .collect import Learner, Round, Series
+from .figures import loss_table, read
+from .reading import Process
 
 FATES = ("merged", "overwritten", "absent", "lost", "unmerged")
 LINES_SHOWN = 5
@@ -185,56 +183,111 @@ class View:
 # ---- the summary of a run ----
 
 
-def summary(run_dir: str | Path, rounds: int = 10) -> str:
-    """Return what the tapes of a run hold: a line per worker process, then its last rounds.
+def summary(run_dir: str | Path, rounds: int = 10, targets: Sequence[float] = ()) -> str:
+    """Return what the tapes of a run hold: a line per worker process, the run's figures, its last rounds.
 
-    A damaged tape is read up to the damage and says so. Raises TapeError where there is no tape at all.
+    targets: losses to name the time of. A damaged tape is read up to the damage and says so. Raises TapeError
+    where there is no tape at all.
     """
-    files = workers(run_dir)
-    if not files:
-        raise TapeError(f"{run_dir} holds no tape: has the run started, and is it the run's folder?")
-    series = Series()
+    figures = read(run_dir)
+    series = figures.series
     lines: list[tuple[str, ...]] = [("worker", "incarnation", "records", "steps", "bytes", "time", "end")]
-    lines += [_tape_line(file, series) for file in files]
+    lines += [_process_line(process) for process in figures.reading.processes]
     kept = list(series.recent)[-rounds:] if rounds > 0 else []
-    table: list[tuple[str, ...]] = [
+    last: list[tuple[str, ...]] = [
         ("tick", "fragment", "version", "at", "took", "grace", "who took part, and their weights")
     ]
-    table += [_round_line(series, each) for each in kept]
+    last += [_round_line(series, each) for each in kept]
     pause = series.pause
     total = f"{series.rounds} rounds, {series.abandoned} abandoned, {series.rejected} pushes rejected"
     total += f", {series.kills} learners lost, longest pause {seconds(pause.longest_pause_s)}"
     total += f" at a median step of {seconds(pause.step_s)}"
-    return "\n".join([*_columns(lines), "", total, *(["", *_columns(table)] if kept else [])])
+    table = figures.table(loss_table(run_dir, figures.started_s or 0.0, targets))
+    blocks = [_columns(lines), [total, *_figures(table)], _learner_lines(table["learners"])]
+    return "\n\n".join("\n".join(block) for block in [*blocks, _columns(last) if kept else []] if block)
 
 
-def _tape_line(file: TapeFile, series: Series) -> tuple[str, ...]:
-    first: Record | None = None
-    last: Record | None = None
-    steps, records, end = 0, 0, ""
-    try:
-        tape = TapeTail(file.path)
-        if file.worker == SYNCER and tape.header:
-            series.meter.quorum = tape.header.settings.get("sync", {}).get("quorum", 1)
-            series.mirror(tape.header)
-        for record in tape:
-            first, last, records = first or record, record, records + 1
-            steps += isinstance(record.event, StepCompleted)
-            if file.worker == SYNCER:
-                series.take(record)
-        end = _end(tape)
-    except TapeError as error:
-        end = f"DAMAGED: {error}"
-    size = sum(part.stat().st_size for part in segments(file.path))
-    time_s = last.t - first.t if first and last else None
-    step_text = str(steps) if steps else "–"
-    return file.worker, file.incarnation, str(records), step_text, number(size, "B"), seconds(time_s), end
+def _process_line(process: Process) -> tuple[str, ...]:
+    first, last = process.first_s, process.last_s
+    time_s = last - first if first is not None and last is not None else None
+    counts = str(process.records), str(process.steps) if process.steps else "–"
+    name = process.worker, process.file.incarnation
+    return *name, *counts, number(process.size, "B"), seconds(time_s), process.end
 
 
-def _end(tape: TapeTail) -> str:
-    if tape.closed is not None:
-        return tape.closed or "closed"
-    return f"no end, {tape.torn_bytes} bytes torn" if tape.torn_bytes else "no end: running, or killed"
+def _figures(table: dict[str, Any]) -> list[str]:
+    """Return the figures of `figures.figures_of` as lines, those that are known."""
+    time = table["time"]
+    lines = [
+        f"goodput {percent(table['goodput'])}: learners' time {seconds(time['learners_s'])}, "
+        f"stepping {seconds(time['stepping_s'])}, stood still {seconds(time['stood_still_s'])}, "
+        f"absent {seconds(time['absent_s'])}; uptime {percent(table['uptime'])}"
+    ]
+    if table["participants"]:
+        mean = table["participants"]["mean"]
+        lines.append(
+            f"step {seconds(table['step_s'])}, {number(table['rounds_per_step'])} ticks per step, "
+            f"{mean:.1f} learners per round, a round took {seconds(table['round_s']['median'])}"
+        )
+    if table["grace"]:
+        waited = table["grace"]["waited_s"]
+        lines.append(
+            f"grace: waited {seconds(waited['mean'])} a tick of {seconds(table['grace']['window_mean_s'])} "
+            f"granted; {table['grace']['windows_used_up']} of {waited['count']} windows used up"
+        )
+    if table["staleness"]:
+        lines.append(_staleness(table["staleness"]))
+    if consumed := table["tokens"].get("consumed"):
+        fates = "  ".join(f"{fate} {share(table['tokens'].get(fate, 0) / consumed)}" for fate in FATES)
+        lines.append(f"tokens {number(consumed)}: {fates}")
+    if table["bytes"]:
+        sent, received = (number(table["bytes"][way], "B") for way in ("sent", "received"))
+        lines.append(f"the syncer sent {sent}, received {received}")
+    return [*lines, *_faults(table), *_loss(table["loss"])]
+
+
+def percent(value: float | None) -> str:
+    """Return a share in percent, to a tenth."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _staleness(staleness: dict[str, Any]) -> str:
+    versions, age, flight = (staleness[what] for what in ("versions", "age_ticks", "flight_ticks"))
+    behind = f"{number(round(versions['mean'], 3))} versions behind (at most {versions['greatest']})"
+    ages = f", {number(age['mean'])} ticks old (at most {age['greatest']:.0f})" if age else ""
+    return f"merged pushes were {behind}{ages}, {number(round(flight['mean'], 3))} ticks in flight"
+
+
+def _faults(table: dict[str, Any]) -> list[str]:
+    if not (table["deaths"] or table["cuts"] or table["syncer_deaths"]):
+        return []
+    back = table["recovered"]
+    recovered = f", {back['count']} back after {seconds(back['mean_s'])} on average" if back else ""
+    line = f"deaths of learners {table['deaths']}{recovered}; channels lost {table['cuts']}"
+    if table["syncer_deaths"]:
+        line += f"; deaths of the syncer {table['syncer_deaths']}, absent {seconds(table['syncer_absent_s'])}"
+    return [line]
+
+
+def _loss(loss: dict[str, Any] | None) -> list[str]:
+    if loss is None:
+        return []
+    line = f"validation loss {loss['first']:.3f} to {loss['last']:.3f} in {seconds(loss['at_s'])}"
+    line += f", best {loss['best']:.3f}"
+    for target, at_s in loss["to_s"].items():
+        line += f"; {target} " + ("not reached" if at_s is None else f"after {seconds(at_s)}")
+    return [line]
+
+
+def _learner_lines(learners: dict[str, dict[str, Any]]) -> list[str]:
+    if not learners:
+        return []
+    rows = [("learner", "goodput", "steps", "step", "stood still", "absent", "deaths", "rounds", "merged")]
+    for name, each in learners.items():
+        times = (seconds(each[what]) for what in ("step_s", "stood_still_s", "absent_s"))
+        counts = str(each["deaths"]), str(each["rounds"]), percent(each["merged_share"])
+        rows.append((name, percent(each["goodput"]), str(each["steps"]), *times, *counts))
+    return _columns(rows)
 
 
 def _round_line(series: Series, each: Round) -> tuple[str, ...]:
