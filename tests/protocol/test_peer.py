@@ -188,3 +188,11 @@ def test_a_rising_consensus_error_raises_an_alarm() -> None:
     rig.answer = growing  # type: ignore[method-assign]
     rig.run()
     assert any("peers drift apart" in a.text for _, _, a in rig.actions(m.Notice, g.RENDEZVOUS))
+
+
+def test_a_state_that_takes_long_is_asked_for_once() -> None:
+    rig = run_of(2, {"p-1": Costs(transfer_s=500.0)}, start_s_max=1e4, rounds=1, timeout_s_max=600.0)
+    rig.run()
+    asked = [action for _, _, action in rig.actions(m.Send, "p-1") if isinstance(action.message, g.Clone)]
+    assert len(asked) == 1 and len(rig.actions(g.Capture)) == 1
+    assert rig.finished[g.RENDEZVOUS].complete

@@ -48,6 +48,7 @@ class PeerMachine:
     role: str = "peer"
     state: str = "connecting"
     donor: str = ""
+    asked: str = ""  # the donor that our request has reached, or will
     step: int = 0
     links: dict[str, bool] = field(default_factory=dict)  # worker -> connected; missing: never was
     clones: dict[str, None] = field(default_factory=dict)  # whom we owe a state
@@ -181,7 +182,7 @@ class PeerMachine:
             again = self.rounds.end() if self.state == "concluding" else []
             return [self._enrol(), *again, *self.conclusion.connected(worker)]
         if worker == self.donor and self.state == "cloning":
-            return [m.Send(worker, g.Clone(self.incarnation))]
+            return self._ask()
         if self.state == "concluding":
             return self.conclusion.connected(worker)
         return self.rounds.connected(worker)
@@ -234,9 +235,14 @@ class PeerMachine:
         if not admitted.donor:  # everybody else is gone: what we have is all there is
             self.rounds.round = max(self.kept, 0)
             return self._ready()
-        if self.links.get(self.donor):
-            actions.append(m.Send(self.donor, g.Clone(self.incarnation)))
-        return actions
+        return [*actions, *self._ask()]
+
+    def _ask(self) -> list[m.Action]:
+        """Ask the donor for its state, once on a link: a state that is on its way is not asked for again."""
+        if not self.links.get(self.donor) or self.asked == self.donor:
+            return []
+        self.asked = self.donor
+        return [m.Send(self.donor, g.Clone(self.incarnation))]
 
     def _prepared(self, now: float, schema: tuple[m.TensorSpec, ...]) -> list[m.Action]:
         self.rounds.schema = schema_digest(schema)
@@ -244,8 +250,7 @@ class PeerMachine:
             self.rounds.round = max(self.kept, 0)
             return self._ready()
         self.state = "cloning"
-        ask = m.Send(self.donor, g.Clone(self.incarnation))
-        return [*([ask] if self.links.get(self.donor) else []), m.Wake(now + CLONE_S_MAX)]
+        return [*self._ask(), m.Wake(now + CLONE_S_MAX)]
 
     def _adopted(self, number: int, reason: str) -> list[m.Action]:
         if reason:
@@ -306,6 +311,7 @@ class PeerMachine:
     def _disconnected(self, now: float, worker: str, reason: str) -> list[m.Action]:
         self.links[worker] = False
         self.clones.pop(worker, None)
+        self.asked = "" if worker == self.asked else self.asked
         self.guests.pop(worker, None)  # it will ask anew, and we shall be told anew
         if self.state == "concluding":
             return self._conclusion(self.conclusion.disconnected(worker))
