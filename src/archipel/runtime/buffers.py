@@ -11,6 +11,7 @@ the system; a buffer is longer than asked for by at most an eighth.
 
 import threading
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,18 @@ import numpy.typing as npt
 PAGE = 4096
 
 
+def private(size: int) -> npt.NDArray[np.uint8]:
+    """Return memory of this process alone."""
+    return np.empty(size, np.uint8)
+
+
 class Buffers:
     """Gives out memory that was used before, where there is some that fits. From any thread."""
 
-    def __init__(self, kept: int) -> None:
-        """`kept`: unused buffers held for whoever asks next."""
+    def __init__(self, kept: int, make: Callable[[int], npt.NDArray[np.uint8]] = private) -> None:
+        """`kept`: unused buffers held for whoever asks next. `make`: returns so many bytes of new memory."""
         self._kept = kept
+        self._make = make
         self._unused: list[npt.NDArray[np.uint8]] = []  # in the order they came back
         # Reentrant: the garbage collector may bring one back on a thread that is taking another.
         self._lock = threading.RLock()
@@ -40,7 +47,7 @@ class Buffers:
             found = next((at for at, block in enumerate(self._unused) if block.size == size), None)
             block = self._unused.pop(found) if found is not None else None
         if block is None:
-            block = np.empty(size, np.uint8)
+            block = self._make(size)
         # Through a memoryview: a view of a view refers to the first array, and here that is this one.
         lent = np.frombuffer(memoryview(block), np.uint8, length)
         weakref.finalize(lent, self._give_back, block).atexit = False

@@ -2,7 +2,8 @@
 
 Trainer to courier: `Ready`, `Stepped`, `Wrote`, `Ended`. Courier to trainer: the rest. Tensors never travel
 here: a frame names a slot of the shared region. Each slot has one owner at a time, and a frame that names it
-passes it on.
+passes it on. A gossip peer's `Asked` and `Answered` carry actions of its machine and their events as they
+are, and name stretches of shared memory, which `Free` gives back.
 
 Invariant: frames of one direction are handled in the order sent, so that what the courier knows of snapshots
 and landings is exactly what the trainer did, step by step.
@@ -13,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from ..protocol.messages import TensorSpec
+from ..protocol.gossip import GossipAction, GossipEvent
+from ..protocol.messages import Save, TensorSpec
 from ..protocol.schedule import SyncOptions
 from .shared import ALIGNMENT, SlotPool
 
@@ -55,10 +57,10 @@ class Rounded(Struct, frozen=True, array_like=True):
 
 
 class Ready(Frame, frozen=True):
-    """The model is built. The region's descriptor comes with this frame."""
+    """The model is built. The descriptor of a learner's region comes with this frame."""
 
     schema: tuple[TensorSpec, ...]
-    layout: Layout
+    layout: Layout = Layout((), 0, 0)  # of a learner's region
     rounded: tuple[Rounded, ...] = ()
     environment: dict[str, Any] = {}  # versions, threads, device: for the tape
 
@@ -112,9 +114,30 @@ class Write(Frame, frozen=True):
 
 
 class Free(Frame, frozen=True):
-    """The snapshot in this slot is not needed any more."""
+    """The snapshot in this slot, or the stretch of this number, is not needed any more."""
 
     slot: int
+
+
+class Stretch(Struct, frozen=True, array_like=True):
+    """Shared memory that the sender lends. Its descriptor comes with the frame that names it."""
+
+    number: int
+    nbytes: int
+
+
+class Asked(Frame, frozen=True):
+    """Carry this out between two steps. `stretch`: the payload that came for it."""
+
+    action: GossipAction | Save
+    stretch: Stretch | None = None
+
+
+class Answered(Frame, frozen=True):
+    """This was done. `stretch`: the payload for the messages that follow from it."""
+
+    event: GossipEvent
+    stretch: Stretch | None = None
 
 
 class Pace(Frame, frozen=True):
@@ -144,7 +167,20 @@ class Halt(Frame, frozen=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(
-    Ready | Stepped | Wrote | Ended | Build | Watch | Write | Free | Pace | Settled | News | Halt
+    Ready
+    | Stepped
+    | Wrote
+    | Ended
+    | Build
+    | Watch
+    | Write
+    | Free
+    | Pace
+    | Settled
+    | News
+    | Halt
+    | Asked
+    | Answered
 )
 
 
