@@ -111,10 +111,10 @@ class Learner:
             raise
         return self.settings
 
-    def adopt(self) -> None:
-        """Take over the run's weights and its place in the schedule."""
+    def adopt(self, environment: dict[str, Any] | None = None) -> None:
+        """Take over the run's weights and its place in the schedule. environment: for the tape."""
         try:
-            self.trainer.adopt(self.model)
+            self.trainer.adopt(self.model, environment)
             self._follow_schedule()
         except BaseException:
             self.trainer.close("could not adopt the run's weights")
@@ -261,7 +261,8 @@ def _train(config: Config, learner: Learner, device: torch.device) -> None:
     corpus = load_data(config, learner.settings)
     learner.model = models.build(config.model).to(device)
     inner = optim.build(learner.model, config.optimizer, config.sync.steps)
-    learner.adopt()
+    # What this host may choose by itself: a replay follows it, and knows by it that the loop was this one.
+    learner.adopt({"batch": config.data.batch, "accumulate": config.optimizer.accumulate})
     learner.journal.parent.mkdir(parents=True, exist_ok=True)
     stream = corpus.stream(learner.shard, learner.position, learner.journal)
     metrics = Metrics(learner.out / "metrics.jsonl", learner)

@@ -352,7 +352,8 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
     else:
         state = restore(machine, outer, found)
         log.info("resumed path=%s tick=%d digest=%s", found.path.name, machine.tick, outer.digest())
-    environment = {**_sizes(outer), "init": str(Path(opening.init).resolve()) if opening.init else ""}
+    init = str(Path(opening.init).resolve()) if opening.init else ""
+    environment = {**_sizes(outer), "init": init, "weights": outer.digest()}
     tape = _tape(config, opening.out, {**machine.settings, **seed_of(machine, state)}, environment)
     role = SyncerRole(machine, outer, tape, directory)
     role.keep = config.checkpoint.keep

@@ -11,6 +11,7 @@ the courier has then said so before the next one begins.
 
 import logging
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -84,8 +85,11 @@ class Trainer:
         self.options = options_of(self.build.settings)
         return self.build.settings
 
-    def adopt(self, model: nn.Module) -> None:
-        """Split the model into fragments, join with its schema, and take over the run's weights."""
+    def adopt(self, model: nn.Module, environment: dict[str, Any] | None = None) -> None:
+        """Split the model into fragments, join with its schema, and take over the run's weights.
+
+        environment: what else, beside torch and its threads, a replay of this learner must know.
+        """
         self._parameters = parameters = Parameters(model, self.options)
         layout = frames.layout(parameters.numels, self.options.overlap_steps)
         self._region = Region.create(layout.nbytes)
@@ -95,7 +99,8 @@ class Trainer:
         )
         self.versions = [-1] * len(parameters.fragments)
         rounded = tuple(frames.Rounded(*part) for part in parameters.rounded())  # type: ignore[arg-type]
-        self._tell(frames.Ready(parameters.schema, layout, rounded, _environment()), [self._region.fd])
+        known = {**_environment(model), **(environment or {})}
+        self._tell(frames.Ready(parameters.schema, layout, rounded, known), [self._region.fd])
         while self._holding and self._goes_on():
             self._receive(POLL_S)
             self._land()
@@ -232,10 +237,15 @@ class Trainer:
         )
 
 
-def _environment() -> dict[str, Any]:
+def _environment(model: nn.Module) -> dict[str, Any]:
     """Return what could change a bit of an inner step's result."""
-    return {
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    found = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
+    if "transformers" in sys.modules:
+        found["transformers"] = str(sys.modules["transformers"].__version__)
+    return found
