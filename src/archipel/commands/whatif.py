@@ -102,6 +102,18 @@ def add_replay(commands: Any) -> None:
         "--verify-only", action="store_true", help="only check that decisions follow from events"
     )
     add_overrides(parser, "change one thing, as in sync.merge=average: an ablation, not a copy")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on where a replay of this run was interrupted"
+    )
+    parser.add_argument(
+        "--work",
+        default="",
+        metavar="DIR",
+        help="keep there what to go on from, and go on from what is there; default: RUN/replay",
+    )
+    parser.add_argument(
+        "--save-every", type=float, default=60.0, metavar="SECONDS", help="how often that is written"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
@@ -120,14 +132,23 @@ def _replay(options: argparse.Namespace) -> int:
         "tape_digest": digest(options.run),
     }
     if verified.equal and not options.verify_only:
-        from ..roles.local import replay
-
-        found = msgspec.to_builtins(replay(Path(options.run), options.overrides, progress=_progress))
+        found = msgspec.to_builtins(_follow(options, verified.records))
     found["seconds"] = round(time.monotonic() - began, 3)
     report(found, options.json)
     return 0 if found["equal"] or options.overrides else 1
 
 
-def _progress(records: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{records} records", end="", file=sys.stderr, flush=True)
+def _follow(options: argparse.Namespace, records: int) -> Any:
+    from ..roles.learner import StopFlag
+    from ..roles.replaying import conditions, replay
+    from ..roles.resuming import Work
+    from .progress import Bar
+
+    run = Path(options.run)
+    for line in conditions(run):
+        print(f"archipel: this replay may not be bit for bit: {line}", file=sys.stderr)
+    work = Work(
+        Path(options.work or run / "replay"), options.resume or bool(options.work), options.save_every
+    )
+    with Bar(records) as bar:
+        return replay(run, options.overrides, work=work, progress=bar.show, stopped=StopFlag())

@@ -5,31 +5,22 @@ learner's port takes the tick its learning rate follows from whoever drives it: 
 the tape.
 """
 
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..config import Config, from_tree, override
+from ..config import Config
 from ..errors import PayloadError, TapeError
 from ..numerics import codec
 from ..protocol import messages as m
 from ..runtime.courier import round_as_held
 from ..runtime.frames import Rounded
-from ..tape.record import Header, Record
-from ..tape.replay import Ports, follow, in_order
-from ..tape.tape import digest as tape_digest
-from ..tape.tape import read, workers
 from ..train import data, models, optim
 from ..train.compute import FragmentState, OuterState
-from ..train.evaluate import evaluate
-from ..train.options import ModelOptions, fit
 from ..train.parameters import Parameters
-from .syncer import initial_weights
 
 Said = Callable[[m.Event], None]
 Corpus = data.TokenData | data.ImageData
@@ -40,10 +31,22 @@ def unheard(event: m.Event) -> None:
 
 
 class LocalLearner:
-    """A learner's tensors. `config`: of the run, with what an ablation changes in it."""
+    """A learner's tensors. `config`: of the run, with what is this learner's own, or an ablation's, in it.
 
-    def __init__(self, config: Config, corpus: Corpus, said: Said = unheard) -> None:
+    threads: that compute, as many as the recorded learner had; 0: as many as torch has now.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        said: Said = unheard,
+        *,
+        threads: int = 0,
+        device: str = "cpu",
+    ) -> None:
         self._config, self._corpus, self._said = config, corpus, said
+        self._threads, self._device = threads, device
         self._watched: tuple[int, ...] = ()
         self._copies: dict[int, np.ndarray] = {}
         self._bases: dict[int, np.ndarray] = {}
@@ -53,17 +56,32 @@ class LocalLearner:
     def prepare(self, settings: dict[str, Any], shard: int, position: int) -> None:
         """Build model, optimizer and data stream; say what is synchronised."""
         config = self._config
-        self.model = models.build(config.model)
+        self.model = models.build(config.model).to(self._device)
         self._parameters = Parameters(self.model, config.sync)
         self._rounded = tuple(Rounded(*part) for part in self._parameters.rounded())  # type: ignore[arg-type]
         self._stream = self._corpus.stream(shard, position)
         self._optimizer, self._schedule = optim.build(self.model, config.optimizer, config.sync.steps)
-        self._said(m.Prepared(self._parameters.schema))
+        self._said(m.Prepared(self.schema))
+
+    @property
+    def schema(self) -> tuple[m.TensorSpec, ...]:
+        """What is synchronised of the model."""
+        return self._parameters.schema
 
     @property
     def position(self) -> int:
         """Tokens of the shard drawn so far."""
         return self._stream.position
+
+    def rows(self, tokens: int) -> int:
+        """Return the windows or images that make so many tokens: no built-in data has padding."""
+        rows, rest = divmod(tokens, self._stream.sequence)
+        if rest or not rows:
+            raise TapeError(
+                f"that is no whole number of windows of {self._stream.sequence} (data.sequence): "
+                "its learner had a loop or data of its own, which no replay knows"
+            )
+        return rows
 
     def step(self, number: int, tick: int, rows: int | None = None) -> tuple[int, tuple[int, ...]]:
         """Take inner step `number` at the learning rate of `tick`; return its tokens and what was copied.
@@ -72,6 +90,7 @@ class LocalLearner:
         change at any step, the data stream goes on where it stands.
         """
         config = self._config
+        compute_on(self._threads)
         batch = self._stream.next(config.data.batch if rows is None else rows)
         self.loss, tokens = optim.inner_step(
             self.model, self._optimizer, batch, options=config.optimizer, lr=self._schedule(tick)
@@ -106,6 +125,47 @@ class LocalLearner:
         self._parameters.write(fragment, weights)
         round_as_held(fragment, weights, self._rounded)
         self._bases[fragment] = weights
+
+    # ---- stopping on the way ----
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return by name every array that the next step depends on, without a copy on a CPU."""
+        found = {f"model/{name}": _array(tensor) for name, tensor in self.model.state_dict().items()}
+        for index, moments in self._optimizer.state_dict()["state"].items():
+            found |= {f"optimizer/{index}/{key}": _array(tensor) for key, tensor in moments.items()}
+        for kind, held in self._by_fragment().items():
+            found |= {f"{kind}/{fragment}": array for fragment, array in held.items()}
+        return found
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        """Go on from `state`, after `prepare` with the `position` that belongs to it."""
+        moments: dict[int, dict[str, Tensor]] = {}
+        weights = {}
+        for key, array in state.items():
+            kind, _, name = key.partition("/")
+            if kind == "model":
+                weights[name] = torch.from_numpy(array)
+            elif kind == "optimizer":
+                index, _, moment = name.partition("/")
+                moments.setdefault(int(index), {})[moment] = torch.from_numpy(array)
+            else:
+                self._by_fragment()[kind][int(name)] = array
+        self.model.load_state_dict(weights)
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    def _by_fragment(self) -> dict[str, dict[int, np.ndarray]]:
+        return {"copy": self._copies, "base": self._bases, "residual": self._residuals}
+
+
+def compute_on(threads: int) -> None:
+    """Have torch compute on so many threads from now on; 0: leave it."""
+    if threads and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
 
 
 class LocalSyncer:
@@ -155,143 +215,3 @@ class LocalSyncer:
             self.outer.states = list(self.saved)
         for fragment in range(len(self.outer.states)):
             self.outer.discard(fragment)
-
-
-# ---- replaying a run ----
-
-
-class Replayed(msgspec.Struct, frozen=True):
-    """What `archipel replay` reports. `first_difference`: the first merge whose weights came out
-    otherwise."""
-
-    equal: bool
-    digest: str
-    recorded_digest: str
-    tape_digest: str
-    records: int
-    first_difference: dict[str, Any] | None
-    conditions: list[str]  # of the recorded run that do not hold here
-    val_loss: float | None
-    seconds: float
-
-
-def replay(
-    run_dir: Path,
-    overrides: list[str],
-    *,
-    progress: Callable[[int], None] | None = None,
-    evaluated: bool = False,
-) -> Replayed:
-    """Carry out a run's recorded decisions with real tensors; with overrides, an ablation under the same
-    storm."""
-    began = time.monotonic()
-    header = _syncer_header(run_dir)
-    config = _config_of(header, overrides)
-    environments = learner_environments(run_dir)
-    torch.set_num_threads(max((env["threads"] for env in environments), default=1))
-    corpus = data.load(config.data)
-    schema, weights, model = initial_weights(config, header.environment.get("init", ""))
-    config = msgspec.structs.replace(config, model=model)
-    outer = OuterState(schema, config.sync)
-    outer.begin(weights)
-    checker = _Checker(run_dir, outer)
-    ports = Ports(lambda worker: LocalLearner(config, corpus), LocalSyncer(outer, merged=checker.merged))
-    follower = follow(_counted(in_order(run_dir), progress), ports)
-    return Replayed(
-        equal=checker.first is None and outer.digest() == checker.final,
-        digest=outer.digest(),
-        recorded_digest=checker.final,
-        tape_digest=tape_digest(run_dir),
-        records=follower.records,
-        first_difference=checker.first,
-        conditions=differing_conditions(environments),
-        val_loss=_loss(outer, config.model, config, corpus) if evaluated or overrides else None,
-        seconds=round(time.monotonic() - began, 3),
-    )
-
-
-def _syncer_header(run_dir: Path) -> Header:
-    tapes = [file for file in workers(run_dir) if file.worker == m.SYNCER]
-    if len(tapes) != 1:
-        raise TapeError(
-            f"{run_dir} has {len(tapes)} syncer tapes: a run can be followed from its beginning, in one "
-            "piece; `--verify-only` works on any"
-        )
-    tape = read(tapes[0].path)
-    next(iter(tape), None)
-    assert tape.header is not None
-    return tape.header
-
-
-def _config_of(header: Header, overrides: list[str]) -> Config:
-    sections = ("run", "sync", "model", "data", "optimizer")
-    tree = {name: dict(header.settings[name]) for name in sections if name in header.settings}
-    for text in overrides:
-        override(tree, text)
-    return from_tree(tree)
-
-
-def learner_environments(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what each learner's process said of itself: torch version, threads, CPU capability."""
-    found = []
-    for file in workers(run_dir):
-        if file.worker != m.SYNCER:
-            events = (record.event for record in read(file.path))
-            prepared = next((event for event in events if isinstance(event, m.Prepared)), None)
-            if prepared is not None and prepared.environment:
-                found.append(prepared.environment)
-    return found
-
-
-def differing_conditions(environments: list[dict[str, Any]]) -> list[str]:
-    """Return what recorded processes had otherwise than this one, of what can change a bit of a result."""
-    here = {
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
-    recorded = {(name, env.get(name)) for env in environments for name in here}
-    return [
-        f"{name}: recorded {value!r}, here {here[name]!r}"
-        for name, value in sorted(recorded, key=str)
-        if value != here[name]
-    ]
-
-
-class _Checker:
-    """Compares each merge with the digest that the live run put on its tape."""
-
-    def __init__(self, run_dir: Path, outer: OuterState) -> None:
-        self.first: dict[str, Any] | None = None
-        self.final = ""
-        self._outer = outer
-        self._recorded: dict[tuple[int, int], str] = {}
-        for record in read(next(f.path for f in workers(run_dir) if f.worker == m.SYNCER)):
-            if isinstance(record.event, m.Merged):
-                event = record.event
-                self._recorded[event.fragment, event.version] = event.digest
-        facts = run_dir / "syncer.json"
-        if facts.exists():
-            self.final = msgspec.json.decode(facts.read_bytes())["digest"]
-
-    def merged(self, fragment: int, version: int) -> None:
-        recorded = self._recorded.get((fragment, version))
-        found = self._outer.fragment_digest(fragment)
-        if self.first is None and recorded is not None and recorded != found:
-            self.first = {"fragment": fragment, "version": version, "recorded": recorded, "replayed": found}
-
-
-def _counted(
-    records: Iterator[tuple[str, Record]], progress: Callable[[int], None] | None
-) -> Iterator[tuple[str, Record]]:
-    for count, item in enumerate(records):
-        if progress is not None and count % 256 == 0:
-            progress(count)
-        yield item
-
-
-def _loss(outer: OuterState, options: ModelOptions, config: Config, corpus: Corpus) -> float:
-    model = models.build(fit(options, config.data, corpus.vocabulary))
-    state = {name: torch.from_numpy(array) for name, array in outer.tensors().items()}
-    model.load_state_dict(state, strict=False)
-    return evaluate(model, corpus.validation(config.evaluate.batches, config.evaluate.batch)).loss
