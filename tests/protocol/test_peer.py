@@ -196,3 +196,15 @@ def test_a_state_that_takes_long_is_asked_for_once() -> None:
     asked = [action for _, _, action in rig.actions(m.Send, "p-1") if isinstance(action.message, g.Clone)]
     assert len(asked) == 1 and len(rig.actions(g.Capture)) == 1
     assert rig.finished[g.RENDEZVOUS].complete
+
+
+def test_a_lost_peer_does_not_delay_the_start_nor_another_lease() -> None:
+    options = g.GossipOptions(peers=3, start_s_max=10.0, lease_s=4.0)
+    machine = RendezvousMachine("test", options, {}, shards=8)
+    for name in ("a", "b", "c"):
+        machine.handle(0.0, m.Received(name, g.Enrol("test", f"{name}.1", f"at-{name}")))
+    assert machine.handle(0.0, m.Received("a", g.Ready(0, "s"))) == [m.Wake(10.0)]
+    assert machine.handle(7.0, m.Disconnected("b")) == [m.Wake(10.0)]
+    started = machine.handle(10.0, m.Woke())
+    assert machine.state == "running" and started[-1] == m.Wake(11.0)
+    assert m.Notice("lost peer=b", "warning") in machine.handle(11.0, m.Woke())

@@ -301,7 +301,15 @@ class RendezvousMachine:
             return self._start()
         if self.first_ready_at is None:
             self.first_ready_at = now
-        return [m.Wake(self.first_ready_at + self.options.start_s_max)]
+        return self._start_if_due(now)
+
+    def _start_if_due(self, now: float) -> list[m.Action]:
+        """Begin without planned peers that have not come in time."""
+        due = self.state == "gathering" and now >= self._start_at()
+        return [*(self._start() if due else []), *self._alarm(now)]
+
+    def _start_at(self) -> float:
+        return math.inf if self.first_ready_at is None else self.first_ready_at + self.options.start_s_max
 
     def _start(self) -> list[m.Action]:
         self.state = "running"
@@ -329,7 +337,7 @@ class RendezvousMachine:
         if entry is None or entry.left:
             return []
         entry.connected, entry.lost_at = False, now
-        return [m.Wake(now + self.options.lease_s)]
+        return self._alarm(now)
 
     def _left(self, entry: Entry, tokens: int) -> list[m.Action]:
         self._count(entry, tokens)
@@ -407,12 +415,12 @@ class RendezvousMachine:
         members = self.concluding.members if self.concluding is not None else (writer,)
         rest = [name for name, entry in self.entries.items() if entry.live and name not in members]
         done = [m.Send(name, m.Done(0, "the run is over")) for name in rest if not self.entries[name].at_end]
-        return [m.Save(self.options.rounds), got, *done, m.Wake(self.over_at)]
+        return [m.Save(self.options.rounds), got, *done, *self._alarm(now)]
 
     def _stop(self, now: float, reason: str) -> list[m.Action]:
         self.stopping, self.over_at = reason or "stopped", now + LEAVE_S_MAX
         live = [entry.name for entry in self.entries.values() if entry.live]
-        return [*(m.Send(name, m.Done(0, self.stopping)) for name in live), m.Wake(self.over_at)]
+        return [*(m.Send(name, m.Done(0, self.stopping)) for name in live), *self._alarm(now)]
 
     def _woke(self, now: float) -> list[m.Action]:
         actions: list[m.Action] = []
@@ -421,25 +429,23 @@ class RendezvousMachine:
                 entry.left = True
                 self.ledger.lose(entry.name)
                 actions += [m.Notice(f"lost peer={entry.name}", "warning"), *self._without(entry)]
-        if self.state == "gathering" and self.first_ready_at is not None:
-            if now >= self.first_ready_at + self.options.start_s_max:
-                actions += self._start()
-            else:
-                actions.append(m.Wake(self.first_ready_at + self.options.start_s_max))
-        return [*actions, *self._next_lease(now)]
+        return [*actions, *self._start_if_due(now)]
 
-    def _next_lease(self, now: float) -> list[m.Action]:
-        leases = [
-            e.lost_at + self.options.lease_s for e in self.entries.values() if e.live and not e.connected
-        ]
-        moments = [*leases, *([self.over_at] if self.over_at is not None else [])]
-        later = [at for at in moments if at > now]
+    def _alarm(self, now: float) -> list[m.Action]:
+        """Set the one alarm to the next moment at which time alone changes something."""
+        lease_s, entries = self.options.lease_s, self.entries.values()
+        moments = [entry.lost_at + lease_s for entry in entries if entry.live and not entry.connected]
+        if self.over_at is not None:
+            moments.append(self.over_at)
+        if self.state == "gathering":
+            moments.append(self._start_at())
+        later = [at for at in moments if now < at < math.inf]
         return [m.Wake(min(later))] if later else []
 
     def _over(self, now: float) -> list[m.Action]:
         if self.over_at is None and self.concluded is not None:  # we are back, and the run is over
             self.over_at = now + LEAVE_S_MAX
-            return [m.Wake(self.over_at)]
+            return self._alarm(now)
         if self.over_at is None:
             return []
         present = [entry.name for entry in self.entries.values() if entry.live]
