@@ -9,6 +9,7 @@ from torch import nn
 
 from archipel.errors import JoinRefused, WorkerDied
 from archipel.roles import trainer as module
+from archipel.roles.fragments import Fragments
 from archipel.roles.trainer import Trainer
 from archipel.runtime import frames
 from archipel.runtime.shared import Channel, Region, SlotPool
@@ -42,7 +43,8 @@ class Bench:
             return Ended()
 
         monkeypatch.setattr(module, "spawn_courier", spawn)
-        self.trainer = Trainer([], stopped=stopped)
+        self.half = Fragments()
+        self.trainer = Trainer([], self.half, stopped=stopped)
         self.model = nn.Linear(2, 1)
         nn.init.zeros_(self.model.weight)
         nn.init.zeros_(self.model.bias)
@@ -95,7 +97,7 @@ def test_snapshot_is_taken_before_the_update_lands(bench: Bench) -> None:
     ((fragment, slot),) = stepped.copies
     assert (stepped.step, stepped.tokens, fragment) == (1, 10, 0)
     assert bench.snapshots.view(slot, 3).tolist() == [0.0, 0.0, 0.0]
-    assert bench.weights == [5.0, 6.0, 7.0] and bench.trainer.versions == [1]
+    assert bench.weights == [5.0, 6.0, 7.0] and bench.half.versions == [1]
     assert (wrote.fragment, wrote.version, wrote.step) == (0, 1, 1)
 
 

@@ -62,6 +62,7 @@ class Town:
         ear = self.ears[name] = Ear()
         mesh = self.meshes[name] = Mesh(ear, BRISK, name=name)
         self.addresses[name] = mesh.listen("127.0.0.1:0")
+        mesh.start()
         return mesh
 
     def introduce(self, *names: str) -> None:
@@ -138,6 +139,7 @@ def test_only_payloads_that_were_taken_count_as_sent(town: Town) -> None:
     town.meshes["a"].send_bulk("b", "Model", b"asked", bytes(10))
     town.ears["b"].wait("received", "a", b"asked", bytes(10))
     eventually(lambda: town.meshes["a"].tensor_bytes("b")[1] > 0)
+    assert town.meshes["a"].kind_bytes("Model") == 10
     assert town.meshes["a"].tensor_bytes("b") == (0, 10) and town.meshes["b"].tensor_bytes("a") == (10, 0)
 
 

@@ -1,4 +1,4 @@
-"""The courier process: a learner's network, clock, tape and heartbeats, beside its trainer.
+"""The courier process: a learner's or peer's network, clock, tape and heartbeats, beside its trainer.
 
 `python -m archipel.roles.courier --fd N --parent PID ...`, started by `roles.trainer`. It imports no torch,
 so that it starts fast and a long inner step starves nobody; it dies with its trainer, and the trainer notices
@@ -13,25 +13,28 @@ import platform
 import secrets
 import select
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from ..errors import ArchipelError, PayloadError, WorkerDied
-from ..numerics import codec
+from ..protocol import gossip as g
 from ..protocol import messages as m
 from ..protocol.learner import LearnerMachine
+from ..protocol.peer import PeerMachine
 from ..runtime import frames
 from ..runtime.courier import CourierCompute
-from ..runtime.dialing import Client
 from ..runtime.host import Host, decode_envelope
 from ..runtime.launch import die_with_parent
+from ..runtime.mesh import Mesh
+from ..runtime.peer import PeerCompute
 from ..runtime.security import load
 from ..runtime.shared import Channel
-from ..runtime.wire import NetworkOptions
+from ..runtime.wire import NetworkOptions, split_address
 from ..tape.replay import seed_of
 from ..tape.tape import Header, TapeWriter, tape_path
 
@@ -39,99 +42,106 @@ log = logging.getLogger("archipel")
 
 LOOK_S = 1.0  # how often to look for frames that the kernel had no room for
 PARTING_S = 5.0  # for goodbyes to leave and for the trainer to close
+HOMES = {"learner": m.SYNCER, "observer": m.SYNCER, "peer": g.RENDEZVOUS}  # role -> whom it dials first
+
+
+class Port(Protocol):
+    """What a courier asks of the compute port of its kind of worker."""
+
+    def receive(self, frame: frames.Frame) -> None: ...
+
+    def act(self, action: m.Action, payload: Any | None) -> None: ...
+
+    def payload(self, message: m.Message, to: str) -> Any | None: ...
+
+    def room(self, sender: str, message: m.Message, length: int) -> memoryview: ...
+
+    def close(self) -> None: ...
 
 
 class Courier:
-    """The network's sink and the host's port of one learner."""
+    """The network's sink and the host's port of one worker."""
 
     def __init__(self, channel: Channel, arguments: argparse.Namespace) -> None:
-        incarnation = secrets.token_hex(4)
-        machine = LearnerMachine(
-            name=arguments.name,
-            incarnation=incarnation,
-            run=arguments.run,
-            shard=arguments.shard,
-            position=arguments.position,
-            role=arguments.role,
-        )
+        security = load(arguments.tls, _certificate(arguments)) if arguments.tls else None
+        options = msgspec.json.decode(arguments.network, type=NetworkOptions)
+        self.channel = channel
+        self.mesh = Mesh(self, options, name=arguments.name, security=security)
+        self.home, self.home_address = HOMES[arguments.role], arguments.home
+        self.machine = machine = self._machine(arguments)
         header = Header(
             run=arguments.run,
             worker=arguments.name,
             role=arguments.role,
-            incarnation=incarnation,
+            incarnation=machine.incarnation,
             started=time.time(),
             settings=seed_of(machine),
             environment={"python": platform.python_version(), "host": platform.node(), "pid": os.getpid()},
         )
-        tape = TapeWriter(tape_path(Path(arguments.out), arguments.name, incarnation), header)
-        self.machine = machine
-        self.channel = channel
-        self.tape = tape
-        self.host = Host(machine, self, tape, name=arguments.name)
-        self.compute = CourierCompute(channel, self._happened)
-        security = load(arguments.tls, _certificate(arguments)) if arguments.tls else None
-        options = msgspec.json.decode(arguments.network, type=NetworkOptions)
-        self.client = Client(
-            self, options, address=arguments.syncer, worker=arguments.name, run="", security=security
-        )
+        self.tape = TapeWriter(tape_path(Path(arguments.out), arguments.name, machine.incarnation), header)
+        self.host = Host(machine, self, self.tape, name=arguments.name)
+        self.compute: Port
+        if isinstance(machine, PeerMachine):
+            self.compute = PeerCompute(channel, machine, self._happened, self.host.call)
+        else:
+            self.compute = CourierCompute(channel, self._happened)
+        self._facts = Path(arguments.out) / "peers" / f"{arguments.name}.json"
         self._told_tick = -1
+
+    def _machine(self, arguments: argparse.Namespace) -> LearnerMachine | PeerMachine:
+        common = {
+            "name": arguments.name,
+            "incarnation": secrets.token_hex(4),
+            "run": arguments.run,
+            "shard": arguments.shard,
+            "position": arguments.position,
+        }
+        if arguments.role != "peer":
+            return LearnerMachine(**common, role=arguments.role)
+        bound = self.mesh.listen(arguments.listen)
+        return PeerMachine(**common, address=reached_at(bound, arguments.home), kept=arguments.kept)
 
     # ---- the network's words, from its threads ----
 
-    def connected(self) -> None:
-        self.host.post(m.Connected(m.SYNCER))
+    def connected(self, worker: str) -> None:
+        self.host.post(m.Connected(worker))
 
-    def disconnected(self, reason: str) -> None:
-        self.host.post(m.Disconnected(m.SYNCER, reason))
+    def disconnected(self, worker: str, reason: str) -> None:
+        self.host.post(m.Disconnected(worker, reason))
 
-    def refused(self, reason: str, final: bool) -> None:
-        if final:
-            self.host.post(m.Received(m.SYNCER, m.Refused(reason, final=True)))
+    def refused(self, worker: str, reason: str, final: bool) -> None:
+        if final and worker == self.home:
+            self.host.post(m.Received(worker, m.Refused(reason, final=True)))
         else:
-            log.warning("not admitted yet reason=%r", reason)
+            log.warning("not admitted yet by=%s reason=%r", worker, reason)
 
-    def allocate(self, message: bytes, length: int) -> memoryview:
-        update = decode_envelope(message).message
-        layout, options = self.compute.layout, self.compute.options
-        if (
-            not isinstance(update, m.Update)
-            or layout is None
-            or not 0 <= update.fragment < len(layout.numels)
-        ):
-            raise PayloadError(f"a payload of {length} bytes nobody waits for")
-        numel = layout.numels[update.fragment]
-        expected = codec.encoded_bytes(options.update_codec, numel, options.codec_block)
-        if length != expected:
-            raise PayloadError(
-                f"update of fragment {update.fragment}: {length} bytes, {expected} expected "
-                f"({numel} elements as {options.update_codec})"
-            )
-        return memoryview(self.compute.buffers.take(length))
+    def allocate(self, worker: str, message: bytes, length: int) -> memoryview:
+        return self.compute.room(worker, decode_envelope(message).message, length)
 
-    def received(self, message: bytes, payload: memoryview | None, seconds: float) -> None:
+    def received(self, worker: str, message: bytes, payload: memoryview | None, seconds: float) -> None:
         try:
-            self.host.deliver(m.SYNCER, message, payload)
+            self.host.deliver(worker, message, payload)
         except PayloadError as error:
-            log.warning("ignored message reason=%r", str(error))
+            log.warning("ignored message from=%s reason=%r", worker, str(error))
 
     # ---- what the host wants done ----
 
     def send(self, to: str, message: m.Message, envelope: bytes) -> None:
-        if isinstance(message, m.Push):
-            self.client.send_bulk(envelope, self.compute.payload(message), done=self._pushed)
+        payload = self.compute.payload(message, to)
+        if payload is None:
+            self.mesh.send(to, envelope)
         else:
-            self.client.send(envelope)
-
-    def _pushed(self, complete: bool, reason: str) -> None:
-        if not complete:
-            log.warning("push failed reason=%r", reason)
+            self.mesh.send_bulk(to, type(message).__name__, envelope, payload)
 
     def act(self, action: m.Action, payload: Any | None) -> None:
-        if isinstance(action, m.Close):
-            self.client.reconnect(action.reason)
-            return
-        with contextlib.suppress(WorkerDied):
-            self.compute.act(action, payload)
+        match action:
+            case m.Close(worker=worker, reason=reason):
+                self.mesh.close(worker, reason)
+            case g.Know(members=members):
+                self.mesh.know(members, beside=self.home)
+            case _:
+                with contextlib.suppress(WorkerDied):
+                    self.compute.act(action, payload)
 
     def discard(self, payload: Any) -> None:
         pass
@@ -153,12 +163,32 @@ class Courier:
     def run(self) -> None:
         """Serve until the machine finishes or the trainer dies."""
         threading.Thread(target=self._listen, name="archipel-channel", daemon=True).start()
-        self.client.start()
+        self.mesh.start()
+        self.mesh.dial(self.home, self.home_address)
         finish = self.host.run(self.tell_tick)
         self._say_goodbye(finish)
-        self.client.stop(PARTING_S)
+        self.mesh.stop(PARTING_S)
         self.tape.close(finish.reason)
+        if isinstance(self.machine, PeerMachine):
+            self._leave_facts(self.machine)
         self.compute.close()
+
+    def _leave_facts(self, machine: PeerMachine) -> None:
+        """Write what went over this peer's sockets, for the run's summary."""
+        facts = {
+            "name": machine.name,
+            "incarnation": machine.incarnation,
+            "settled": machine.settled,
+            "round": machine.round,
+            "tokens": machine.tokens,
+            "model_bytes_sent": self.mesh.kind_bytes("Model"),
+            "state_bytes_sent": self.mesh.kind_bytes("State"),
+            "bytes_in": self.mesh.bytes_in,
+            "bytes_out": self.mesh.bytes_out,
+        }
+        self._facts.parent.mkdir(exist_ok=True)
+        self._facts.with_suffix(".tmp").write_bytes(msgspec.json.encode(facts))
+        self._facts.with_suffix(".tmp").rename(self._facts)
 
     def _say_goodbye(self, finish: m.Finish) -> None:
         with contextlib.suppress(WorkerDied):
@@ -182,7 +212,7 @@ class Courier:
             for data in self.channel.receive():
                 self.compute.receive(frames.decode(data))
         except WorkerDied:
-            # A trainer that goes without a word is a learner that died: the syncer must not read a goodbye.
+            # A trainer that goes without a word is a worker that died: nobody must read a goodbye.
             log.error("the trainer is gone step=%d", self.machine.step)
             self.tape.close("trainer died")
             os._exit(1)
@@ -191,8 +221,22 @@ class Courier:
 
 
 def _certificate(arguments: argparse.Namespace) -> str:
-    """Return whose certificate to show: the worker's own, or the one that learners share."""
-    return arguments.name if (Path(arguments.tls) / f"{arguments.name}.pem").exists() else "learner"
+    """Return whose certificate to show: the worker's own, or the one that its like share."""
+    shared = "peer" if arguments.role == "peer" else "learner"
+    return arguments.name if (Path(arguments.tls) / f"{arguments.name}.pem").exists() else shared
+
+
+def reached_at(bound: str, home: str) -> str:
+    """Return the "host:port" for others; listening on all interfaces, that of the one towards home."""
+    host, _, port = bound.rpartition(":")
+    if host not in ("0.0.0.0", "[::]"):
+        return bound
+    family = socket.AF_INET6 if host == "[::]" else socket.AF_INET
+    towards, towards_port = split_address(home, listening=False)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((towards.strip("[]"), towards_port))
+        found = probe.getsockname()[0]
+    return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -201,19 +245,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="our end of the channel to the trainer")
     parser.add_argument("--parent", type=int, required=True, help="the trainer's process")
     parser.add_argument("--name", required=True)
-    parser.add_argument("--role", choices=["learner", "observer"], default="learner")
-    parser.add_argument("--syncer", required=True, help="host:port")
+    parser.add_argument("--role", choices=list(HOMES), default="learner")
+    parser.add_argument("--home", required=True, help="host:port of the syncer, a peer's: of the rendezvous")
     parser.add_argument("--run", default="", help="the run expected there")
     parser.add_argument("--out", required=True, help="run folder; the tape goes there")
     parser.add_argument("--tls", default="", help="folder of certificates")
     parser.add_argument("--shard", type=int, default=-1)
     parser.add_argument("--position", type=int, default=-1)
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port for other peers")
+    parser.add_argument("--kept", type=int, default=-1, help="round of the checkpoint the trainer holds")
     parser.add_argument("--network", default="{}", help="network options as JSON")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Run until the learner's part is over."""
+    """Run until the worker's part is over."""
     options = parse()
     die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop, and says so

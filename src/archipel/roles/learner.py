@@ -23,6 +23,7 @@ from ..protocol.schedule import SyncOptions
 from ..runtime.wire import NetworkOptions
 from ..train import data, loop, models, optim
 from ..train.data import read_journal
+from .fragments import Fragments
 from .trainer import Trainer
 
 log = logging.getLogger("archipel")
@@ -74,9 +75,10 @@ class Learner:
         self.stopped = stopped
         self._scheduler = scheduler
         self._scheduled = 0
-        self._arguments = ["--name", self.name, "--role", role, "--syncer", syncer, "--run", run]
+        self._arguments = ["--name", self.name, "--role", role, "--home", syncer, "--run", run]
         self._arguments += ["--out", str(out), "--tls", str(tls)]
         self._arguments += ["--network", msgspec.json.encode(network or NetworkOptions()).decode()]
+        self._fragments = Fragments()
         self._trainer: Trainer | None = None
         self.settings: dict[str, Any] = {}
 
@@ -103,7 +105,7 @@ class Learner:
             entry = read_journal(self.journal)
             position = ["--shard", str(entry.shard), "--position", str(entry.position)]
         self.out.mkdir(parents=True, exist_ok=True)
-        self._trainer = Trainer(self._arguments + position, stopped=self.stopped)
+        self._trainer = Trainer(self._arguments + position, self._fragments, stopped=self.stopped)
         try:
             self.settings = self._trainer.settings()
         except BaseException:
@@ -155,7 +157,7 @@ class Learner:
     @property
     def options(self) -> SyncOptions:
         """The run's synchronisation options."""
-        return self.trainer.options
+        return self._fragments.options
 
     @property
     def shard(self) -> int:
@@ -182,7 +184,7 @@ class Learner:
     @property
     def round(self) -> int:
         """Merges that the weights held here have been through, over all fragments."""
-        return sum(version for version in self.trainer.versions if version > 0)
+        return sum(version for version in self._fragments.versions if version > 0)
 
     @property
     def done(self) -> bool:

@@ -1,12 +1,13 @@
-"""The training process's half of a learner: copies out, updates in, at one known line (DESIGN.md, section 1).
+"""The training process's half of a worker: weights change at one known line (DESIGN.md, section 1).
 
 `Trainer.step` is all that runs in a user's loop. It touches shared memory and one local socket, never the
 network: at the end of an inner step it copies the fragments that can be asked for next, says that the step is
-done, lets the updates land that wait, and returns. It waits only where the run's settings say so (τ = 0,
-`max_lead_steps`).
+done, lets the updates land that wait, and returns. A learner waits only where the run's settings say so
+(τ = 0, `max_lead_steps`), a gossip peer at the end of each round; meanwhile it does what its courier asks.
 
 Invariants: a snapshot is taken before anything is applied; where a step may have to be waited after, it is:
-the courier has then said so before the next one begins.
+the courier has then said so before the next one begins. What a peer is asked to do is done between the report
+of one step and the start of the next, as its tape has it.
 """
 
 import logging
@@ -14,17 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..errors import JoinRefused, WorkerDied
-from ..protocol.schedule import SyncOptions, options_of
 from ..runtime import frames
 from ..runtime.launch import spawn_courier
-from ..runtime.shared import Channel, Region, SlotPool
-from ..train.parameters import Parameters
+from ..runtime.shared import Channel
 
 POLL_S = 0.5  # how often a trainer that waits looks whether it was asked to stop
 SAY_S = 10.0  # how often a trainer that cannot begin yet says so
@@ -37,12 +36,39 @@ def _never() -> str:
     return ""
 
 
+class Half(Protocol):
+    """The tensors of one kind of worker: a learner's `Fragments`, a peer's `Exchanges`."""
+
+    @property
+    def paced(self) -> bool:
+        """Whether the courier may ask to wait after a step, and so must be heard after each."""
+        ...
+
+    @property
+    def takes_word_before_steps(self) -> bool:
+        """Whether frames may be taken in between the end of a step and its report."""
+        ...
+
+    def settle(self, settings: dict[str, Any]) -> None: ...
+
+    def open(self, channel: Channel, model: nn.Module, environment: dict[str, Any]) -> None: ...
+
+    def copies(self) -> tuple[tuple[int, int], ...]: ...
+
+    def take(self, frame: frames.Frame) -> None: ...
+
+    def land(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Trainer:
-    """One learner's (or observer's) trainer, with its courier process."""
+    """One worker's trainer, with its courier process."""
 
     def __init__(
         self,
         courier_arguments: list[str],
+        half: Half,
         *,
         stopped: Callable[[], str] = _never,
         env: dict[str, str] | None = None,
@@ -54,21 +80,14 @@ class Trainer:
         self._stopped = stopped
         self._channel, theirs = Channel.pair()
         self._courier: subprocess.Popen[bytes] = spawn_courier(courier_arguments, theirs, env=env)
+        self.half = half
         self.build: frames.Build | None = None
-        self.options = SyncOptions()
-        self.versions: list[int] = []
         self.tick = 0
         self.step_count = 0
         self.done = False
         self._closed = False
         self.reason = ""
-        self._parameters: Parameters | None = None
-        self._snapshots: SlotPool | None = None
-        self._updates: SlotPool | None = None
-        self._region: Region | None = None
-        self._watched: tuple[int, ...] = ()
-        self._writes: dict[int, frames.Write] = {}
-        self._holding = True  # until every fragment is adopted
+        self._holding = True  # until the run's weights are adopted
         self._settled = 0  # newest step whose consequences the courier has told us
         self._began = self._resumed_at = time.perf_counter()
         self._said_at = self._began
@@ -82,25 +101,19 @@ class Trainer:
             self._say("the run's settings")
         if self.build is None:
             return {}
-        self.options = options_of(self.build.settings)
+        self.half.settle(self.build.settings)
         return self.build.settings
 
     def adopt(self, model: nn.Module, environment: dict[str, Any] | None = None) -> None:
-        """Split the model into fragments, join with its schema, and take over the run's weights.
+        """Join with the model's schema, and take over the run's weights.
 
         environment: what else, beside torch and its threads, a replay of this learner must know.
         """
-        self._parameters = parameters = Parameters(model, self.options)
-        layout = frames.layout(parameters.numels, self.options.overlap_steps)
-        self._region = Region.create(layout.nbytes)
-        self._snapshots = SlotPool(self._region, layout.snapshot_slots, layout.slot_numel)
-        self._updates = SlotPool(
-            self._region, layout.update_slots, layout.slot_numel, offset=layout.updates_offset, home=False
-        )
-        self.versions = [-1] * len(parameters.fragments)
-        rounded = tuple(frames.Rounded(*part) for part in parameters.rounded())  # type: ignore[arg-type]
         known = {**_environment(model), **(environment or {})}
-        self._tell(frames.Ready(parameters.schema, layout, rounded, known), [self._region.fd])
+        try:
+            self.half.open(self._channel, model, known)
+        except WorkerDied:
+            raise self._last_words() from None
         while self._holding and self._goes_on():
             self._receive(POLL_S)
             self._land()
@@ -124,10 +137,10 @@ class Trainer:
             return
         step_s = time.perf_counter() - self._resumed_at
         tick = self.tick  # what the step's learning rate followed
-        self._receive(0.0)
+        if self.half.takes_word_before_steps:
+            self._receive(0.0)
         self.step_count += 1
-        copies = tuple(copy for fragment in self._watched if (copy := self._copy(fragment)) is not None)
-        self._tell(frames.Stepped(self.step_count, tokens, step_s, copies, tick))
+        self._tell(frames.Stepped(self.step_count, tokens, step_s, self.half.copies(), tick))
         self._land()
         while self._goes_on() and (self._holding or self._unsettled()):
             self._receive(POLL_S)
@@ -136,7 +149,7 @@ class Trainer:
 
     def _unsettled(self) -> bool:
         """Whether the courier may still say that this step is one to wait after, or to copy the next at."""
-        return frames.paced(self.options) and self._settled < self.step_count
+        return self.half.paced and self._settled < self.step_count
 
     def wait(self, timeout_s: float) -> None:
         """Let updates land for a while without training (an observer's life)."""
@@ -156,8 +169,7 @@ class Trainer:
             self._courier.kill()
             self._courier.wait()
         self._channel.close()
-        if self._region is not None:
-            self._region.close()
+        self.half.close()
 
     def _goes_on(self) -> bool:
         """Return whether this worker's part is not over; a request to stop ends it."""
@@ -165,33 +177,24 @@ class Trainer:
             self.done, self.reason = True, reason
         return not self.done
 
-    def _copy(self, fragment: int) -> tuple[int, int] | None:
-        assert self._parameters is not None and self._snapshots is not None
-        slot = self._snapshots.take()
-        if slot is None:
-            return None  # the courier lags: the next step's copy will do
-        self._parameters.read(fragment, self._snapshots.view(slot, self._parameters.numels[fragment]))
-        return fragment, slot
-
     def _land(self) -> None:
-        if not self._writes:
-            return
-        assert self._parameters is not None and self._updates is not None
-        for write in self._writes.values():
-            weights = self._updates.view(write.slot, self._parameters.numels[write.fragment])
-            self._parameters.write(write.fragment, weights)
-            self.versions[write.fragment] = write.version
-            self._tell(frames.Wrote(write.fragment, write.version, write.slot, self.step_count))
-        self._writes.clear()
+        try:
+            self.half.land(self.step_count)
+        except WorkerDied:
+            raise self._last_words() from None
 
     # ---- the courier ----
 
-    def _tell(self, frame: frames.Frame, fds: list[int] | None = None) -> None:
+    def _tell(self, frame: frames.Frame) -> None:
         try:
-            self._channel.send(frames.encode(frame), fds or ())
+            self._channel.send(frames.encode(frame))
         except WorkerDied:
-            self._receive(0.0)  # its last words may say why
-            raise self._died() from None
+            raise self._last_words() from None
+
+    def _last_words(self) -> WorkerDied:
+        """Return the error of a courier that is gone, unless its last words are one themselves."""
+        self._receive(0.0)
+        return self._died()
 
     def _receive(self, timeout_s: float) -> None:
         try:
@@ -200,20 +203,17 @@ class Trainer:
             if self.done:
                 return
             raise self._died() from None
-        for data in received:
-            self._note(frames.decode(data))
+        try:
+            for data in received:
+                self._note(frames.decode(data))
+        except WorkerDied:  # while an answer was being said
+            if not self.done:
+                raise self._last_words() from None
 
     def _note(self, frame: frames.Frame) -> None:
         match frame:
             case frames.Build():
                 self.build = frame
-            case frames.Watch(fragments=fragments):
-                self._watched = fragments
-            case frames.Write():
-                self._writes[frame.fragment] = frame
-            case frames.Free(slot=slot):
-                assert self._snapshots is not None
-                self._snapshots.give(slot)
             case frames.Pace(hold=hold):
                 self._holding = hold
             case frames.Settled(step=step):
@@ -224,6 +224,8 @@ class Trainer:
                 self.done, self.reason = True, reason
                 if not complete:
                     raise JoinRefused(f"this worker cannot take part in the run: {reason}")
+            case _:
+                self.half.take(frame)
 
     def _died(self) -> WorkerDied:
         try:
@@ -232,8 +234,8 @@ class Trainer:
             code = None
         how = "its channel closed" if code is None else f"signal {-code}" if code < 0 else f"exit {code}"
         return WorkerDied(
-            f"the courier process {self._courier.pid} of this learner is gone ({how}): "
-            "without it nothing is reported; see its log above and start the learner again"
+            f"the courier process {self._courier.pid} of this worker is gone ({how}): "
+            "without it nothing is reported; see its log above and start the worker again"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import PayloadError
 from ..numerics import codec
 from ..protocol import messages as m
 from ..protocol.schedule import SyncOptions, options_of
@@ -154,7 +155,11 @@ class CourierCompute:
 
     # ---- to the network ----
 
-    def payload(self, push: m.Push) -> np.ndarray:
+    def payload(self, message: m.Message, to: str = m.SYNCER) -> np.ndarray | None:
+        """Return the bytes that travel beside a message, None if nothing does."""
+        return self._push(message) if isinstance(message, m.Push) else None
+
+    def _push(self, push: m.Push) -> np.ndarray:
         """Return the bytes of a push, encoded from the newest copy."""
         assert self._snapshots is not None and self.layout is not None
         desk = self._desks[push.fragment]
@@ -167,6 +172,24 @@ class CourierCompute:
         if self.options.error_feedback and desk.residual is None:
             desk.residual = np.zeros(local.size, np.float32)
         return codec.encode_difference(name, desk.base, local, block, out, residual=desk.residual)
+
+    def room(self, sender: str, message: m.Message, length: int) -> memoryview:
+        """Return memory for the payload of a message that comes in. PayloadError if it may not."""
+        layout, options = self.layout, self.options
+        if (
+            not isinstance(message, m.Update)
+            or layout is None
+            or not 0 <= message.fragment < len(layout.numels)
+        ):
+            raise PayloadError(f"a payload of {length} bytes nobody waits for")
+        numel = layout.numels[message.fragment]
+        expected = codec.encoded_bytes(options.update_codec, numel, options.codec_block)
+        if length != expected:
+            raise PayloadError(
+                f"update of fragment {message.fragment}: {length} bytes, {expected} expected "
+                f"({numel} elements as {options.update_codec})"
+            )
+        return memoryview(self.buffers.take(length))
 
     def close(self) -> None:
         """Let go of the shared memory."""

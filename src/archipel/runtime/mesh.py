@@ -55,13 +55,19 @@ class Mesh:
         self._server: Server | None = None
         self._dialled: dict[str, Outward] = {}
         self._tensors = Counter[tuple[str, str]]()
+        self._kinds = Counter[str]()
         self._lock = threading.Lock()  # of what is counted
 
     def listen(self, address: str, *, run: str = "") -> str:
-        """Listen for workers of `run`, "" for any, and return the "host:port" really bound."""
-        listener = Inward(self, self._sink)
-        self._server = Server(listener, self._options, listen=address, run=run, security=self._security)
-        return self._server.start()
+        """Take a port for workers of `run`, "" for any; return the "host:port" bound. `start` lets them in."""
+        inward = Inward(self, self._sink)
+        self._server = Server(inward, self._options, listen=address, run=run, security=self._security)
+        return self._server.bind()
+
+    def start(self) -> None:
+        """Let those in who dial us."""
+        if self._server is not None:
+            self._server.start()
 
     def dial(self, worker: str, address: str) -> None:
         """Connect to a worker, for ever. What a person must mend is raised here: see `Client.start`."""
@@ -92,13 +98,13 @@ class Mesh:
         if line is not None:
             length = wire.flat(payload).nbytes
 
-            def left(complete: bool, reason: str) -> None:
+            def done(complete: bool, reason: str) -> None:
                 if complete:
-                    self.count(worker, "out", length)
+                    self.left(worker, kind, length)
                 else:
                     log.warning("event=not_sent worker=%r kind=%s reason=%r", worker, kind, reason)
 
-            line.client.send_bulk(message, payload, done=left)
+            line.client.send_bulk(message, payload, done=done)
         elif self._server is not None:
             self._server.send_bulk(worker, kind, message, payload)
 
@@ -136,10 +142,21 @@ class Mesh:
         with self._lock:
             return self._tensors[worker, "in"], self._tensors[worker, "out"]
 
-    def count(self, worker: str, way: str, length: int) -> None:
-        """Take note of a payload that came or left."""
+    def kind_bytes(self, kind: str) -> int:
+        """Return the payload bytes of a kind that left, for whomever."""
         with self._lock:
-            self._tensors[worker, way] += length
+            return self._kinds[kind]
+
+    def came(self, worker: str, length: int) -> None:
+        """Take note of a payload that came."""
+        with self._lock:
+            self._tensors[worker, "in"] += length
+
+    def left(self, worker: str, kind: str, length: int) -> None:
+        """Take note of a payload that left."""
+        with self._lock:
+            self._tensors[worker, "out"] += length
+            self._kinds[kind] += length
 
     def _ends(self) -> list[Client | Server]:
         server = [self._server] if self._server is not None else []
@@ -190,7 +207,7 @@ class Outward:
 
     def received(self, message: bytes, payload: memoryview | None, seconds: float) -> None:
         if payload is not None:
-            self._mesh.count(self.worker, "in", payload.nbytes)
+            self._mesh.came(self.worker, payload.nbytes)
         self._sink.received(self.worker, message, payload, seconds)
 
 
@@ -211,8 +228,8 @@ class Inward:
 
     def received(self, worker: str, message: bytes, payload: memoryview | None, seconds: float) -> None:
         if payload is not None:
-            self._mesh.count(worker, "in", payload.nbytes)
+            self._mesh.came(worker, payload.nbytes)
         self._sink.received(worker, message, payload, seconds)
 
     def sent(self, worker: str, key: Any, bytes_: int, seconds: float) -> None:
-        self._mesh.count(worker, "out", bytes_)
+        self._mesh.left(worker, key, bytes_)

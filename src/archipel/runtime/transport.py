@@ -103,6 +103,7 @@ class Server:
             threading.Lock()
         )  # one connection begins at a time, so that names are replaced in order
         self._server: grpc.Server | None = None
+        self._bound = ""
 
     @property
     def bytes_in(self) -> int:
@@ -120,6 +121,13 @@ class Server:
 
     def start(self) -> str:
         """Listen, and return the "host:port" really bound. TransportError if it is taken."""
+        address = self._bound or self.bind()
+        assert self._server is not None
+        self._server.start()
+        return address
+
+    def bind(self) -> str:
+        """Take the port, and return its "host:port"; whoever connects waits until `start`."""
         host, port = wire.split_address(self._listen, listening=True)
         handlers = {
             wire.CONTROL: grpc.stream_stream_rpc_method_handler(self._control),
@@ -143,9 +151,9 @@ class Server:
         if bound == 0:
             server.stop(0)
             raise TransportError(wire.why_unbound(host, port))
-        server.start()
         self._server = server
-        return f"{host}:{bound}"
+        self._bound = f"{host}:{bound}"
+        return self._bound
 
     def send(self, worker: str, message: bytes) -> None:
         """Queue a control frame; never blocks. Dropped if the worker is gone.

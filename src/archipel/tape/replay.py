@@ -16,15 +16,18 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import TapeError
+from ..protocol import gossip as g
 from ..protocol import messages as m
 from ..protocol.learner import LearnerMachine
+from ..protocol.peer import PeerMachine
+from ..protocol.rendezvous import RendezvousMachine, RendezvousState
 from ..protocol.schedule import SyncOptions
 from ..protocol.syncer import SyncerMachine, SyncerState
 from .record import Header, Record
 from .tape import TapeTail, read, workers
 
 
-class MachineSeed(Struct, frozen=True):
+class MachineSeed(Struct):
     """What a machine is made from; a tape's header carries it under `machine`, so that the tape is enough."""
 
     role: str
@@ -33,39 +36,70 @@ class MachineSeed(Struct, frozen=True):
     incarnation: str = ""
     shard: int = -1
     position: int = -1
+    address: str = ""  # of a peer
+    kept: int = -1
     schema: tuple[m.TensorSpec, ...] = ()
     shards: int = 0
     state: SyncerState | None = None  # what a resumed syncer was restored from
+    rendezvous: RendezvousState | None = None  # and a rendezvous
 
 
-def seed_of(machine: LearnerMachine | SyncerMachine, state: SyncerState | None = None) -> dict[str, Any]:
+AnyMachine = LearnerMachine | SyncerMachine | PeerMachine | RendezvousMachine
+
+
+def seed_of(machine: AnyMachine, state: SyncerState | RendezvousState | None = None) -> dict[str, Any]:
     """Return what a header must carry so that the machine can be made again; call it before any event."""
-    if isinstance(machine, SyncerMachine):
-        seed = MachineSeed(
-            m.SYNCER, m.SYNCER, machine.run, schema=machine.schema, shards=machine.shards, state=state
-        )
-    else:
-        seed = MachineSeed(
-            machine.role, machine.name, machine.run, machine.incarnation, machine.shard, machine.position
-        )
-    return {"machine": msgspec.to_builtins(seed)}
+    match machine:
+        case SyncerMachine():
+            assert not isinstance(state, RendezvousState)
+            seed = MachineSeed(
+                m.SYNCER, m.SYNCER, machine.run, schema=machine.schema, shards=machine.shards, state=state
+            )
+        case RendezvousMachine():
+            assert not isinstance(state, SyncerState)
+            seed = MachineSeed(
+                g.RENDEZVOUS, g.RENDEZVOUS, machine.run, shards=machine.shards, rendezvous=state
+            )
+        case PeerMachine():
+            seed = MachineSeed(machine.role, machine.name, machine.run, machine.incarnation)
+            seed.shard, seed.position = machine.shard, machine.position
+            seed.address, seed.kept = machine.address, machine.kept
+        case LearnerMachine():
+            seed = MachineSeed(machine.role, machine.name, machine.run, machine.incarnation)
+            seed.shard, seed.position = machine.shard, machine.position
+    plain: dict[str, Any] = msgspec.to_builtins(seed)
+    for name in ("address", "kept", "rendezvous"):  # a tape of learners and a syncer knows nothing of gossip
+        if getattr(seed, name) == getattr(MachineSeed("", ""), name):
+            del plain[name]
+    return {"machine": plain}
 
 
-def machine_of(header: Header) -> LearnerMachine | SyncerMachine:
+def machine_of(header: Header) -> AnyMachine:
     """Return the machine of a tape as it was before its first record."""
     if "machine" not in header.settings:
         raise TapeError(f"the tape of {header.worker} has no machine in its header: it cannot be replayed")
     seed = msgspec.convert(header.settings["machine"], MachineSeed)
-    if seed.role != m.SYNCER:
-        return LearnerMachine(
-            seed.name, seed.incarnation, seed.run, seed.shard, seed.position, role=seed.role
-        )
     settings = {key: value for key, value in header.settings.items() if key != "machine"}
-    options = msgspec.convert(settings["sync"], SyncOptions)
-    machine = SyncerMachine(seed.run, options, seed.schema, settings, seed.shards)
-    if seed.state is not None:
-        machine.restore(seed.state)
-    return machine
+    match seed.role:
+        case m.SYNCER:
+            options = msgspec.convert(settings["sync"], SyncOptions)
+            machine = SyncerMachine(seed.run, options, seed.schema, settings, seed.shards)
+            if seed.state is not None:
+                machine.restore(seed.state)
+            return machine
+        case g.RENDEZVOUS:
+            rendezvous = RendezvousMachine(seed.run, g.gossip_of(settings), settings, seed.shards)
+            if seed.rendezvous is not None:
+                rendezvous.restore(seed.rendezvous)
+            return rendezvous
+        case "peer":
+            return PeerMachine(
+                seed.name, seed.incarnation, seed.run, seed.address, seed.shard, seed.position, seed.kept
+            )
+        case _:
+            return LearnerMachine(
+                seed.name, seed.incarnation, seed.run, seed.shard, seed.position, role=seed.role
+            )
 
 
 # ---- verify ----
