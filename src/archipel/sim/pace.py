@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from ..protocol import messages as m
 from ..protocol.learner import LearnerMachine
+from ..protocol.peer import PeerMachine
 from .hardware import HardwareOptions, StepTimes
 from .ports import Host, LearnerOptions
 from .slices import Slices
@@ -50,9 +51,11 @@ class Island:
 class World(Protocol):
     """What steps need of the host that drives them."""
 
-    now: float
     learners: dict[str, LearnerOptions]
     journal: dict[str, tuple[int, int]]  # learner -> (shard, position) beside its data
+
+    @property
+    def now(self) -> float: ...
 
     def at(self, at: float, work: Callable[..., None], *arguments: Any) -> None: ...
 
@@ -87,7 +90,7 @@ class Pace:
         if island is not None and not self._ready(host, island):
             return
         host.stepping = True
-        assert isinstance(host.machine, LearnerMachine)
+        assert isinstance(host.machine, LearnerMachine | PeerMachine)
         host.tick = host.machine.schedule_tick
         options = self._world.learners[host.name]
         host.compute_s = self._compute_s(host, island, options)
@@ -133,7 +136,7 @@ class Pace:
         took_s = world.now - host.began_at
         world.handle(host, m.StepCompleted(host.steps, tokens, took_s, copied, host.tick), None)
         machine = host.machine
-        assert isinstance(machine, LearnerMachine)
+        assert isinstance(machine, LearnerMachine | PeerMachine)
         world.journal[name] = (machine.shard, machine.position + machine.tokens)
         world.land(host)
         if host.stopping is not None:

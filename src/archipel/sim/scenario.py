@@ -30,7 +30,7 @@ from . import bandwidth
 from .engine import Engine
 from .hardware import HardwareOptions
 from .network import LinkOptions
-from .pace import Island
+from .pace import Island, Pace
 from .ports import ComputePort, EngineOptions, LearnerOptions, Record, Said
 from .tapes import Opening, Tapes
 from .witness import Witness
@@ -114,12 +114,13 @@ class Outcome:
         step_s = _median_step_s(engine)
         participants = [len(workers) for _, _, _, workers in self.witness.merged]
         ticks = [at for at, _ in self.witness.ticks]
+        learners = [name for name, role in engine.roles.items() if role == "learner"]
         return {
             "complete": self.complete,
             "ticks": syncer.tick,
             "rounds": syncer.rounds_merged,
             "virtual_s": round(engine.now, 6),
-            "goodput": round(_stepping_share(engine), 6),
+            "goodput": round(stepping_share(engine.pace, learners, engine.now), 6),
             "uptime": round(_uptime(engine), 6),
             "rounds_per_step": round(syncer.tick / max(engine.now / step_s, 1e-9), 4) if ticks else 0.0,
             "participants": round(sum(participants) / max(len(participants), 1), 4),
@@ -141,16 +142,15 @@ def _median_step_s(engine: Engine) -> float:
     return times[(len(times) - 1) // 2]
 
 
-def _stepping_share(engine: Engine) -> float:
+def stepping_share(pace: Pace, learners: list[str], now: float) -> float:
     """Return the share of the learners' time, or owned slice time, that went into completed steps."""
-    pace, learners = engine.pace, [name for name, role in engine.roles.items() if role == "learner"]
     if pace.islands:
         for island in pace.islands.values():
-            island.slices.count_to(engine.now)
+            island.slices.count_to(now)
         owned_s = sum(island.slices.owned_slice_s for island in pace.islands.values())
         return sum(island.useful_slice_s for island in pace.islands.values()) / max(owned_s, 1e-9)
     stepped_s = sum(pace.stepped_s.get(name, 0.0) for name in learners)
-    return stepped_s / max(engine.now * len(learners), 1e-9)
+    return stepped_s / max(now * len(learners), 1e-9)
 
 
 def _uptime(engine: Engine) -> float:
@@ -220,8 +220,8 @@ def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = Non
         tapes = Tapes(folder, run.name, lambda name: engine.hosts[name].machine, _opening(engine, settings))
     names = [f"learner-{number}" for number in range(run.sync.learners)]
     for number, name in enumerate(names):
-        engine.add(name, _learner(run, number), island=_island(run, number))
-    plan = _plan(run, names)
+        engine.add(name, costs_of(run, number), island=island_of(run, number))
+    plan = storm(run, names, m.SYNCER)
     play(plan, engine)
     began = time.perf_counter()
     engine.run(until=run.sim.horizon_s)
@@ -232,7 +232,7 @@ def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = Non
     return outcome
 
 
-def _learner(run: Run, number: int) -> LearnerOptions:
+def costs_of(run: Run, number: int) -> LearnerOptions:
     """Return the costs of learner `number`: the fastest is the first, what is slow is the last."""
     options, count = run.sim, run.sync.learners
     share = number / (count - 1) if count > 1 else 0.0
@@ -246,17 +246,19 @@ def _learner(run: Run, number: int) -> LearnerOptions:
     return LearnerOptions(step_s, options.jitter, options.tokens, run.rows, exposed_s=exposed_s, link=link)
 
 
-def _island(run: Run, number: int) -> Island | None:
+def island_of(run: Run, number: int) -> Island | None:
+    """Return the imagined hardware of learner `number`, if there is any."""
     if run.sim.hardware is None:
         return None
     return Island(replace(run.sim.hardware, learners=run.sync.learners), number, run.seed)
 
 
-def _plan(run: Run, names: list[str]) -> Plan:
+def storm(run: Run, names: list[str], *centre: str) -> Plan:
+    """Return the faults of a run: those of its plan, and those drawn. centre: who else may be named."""
     options, expected_s = run.sim, run.sync.steps * run.sim.usual_step_s
     faults = list(load(options.faults).fault) if options.faults else []
     faults += draw(run.seed, names, min(options.horizon_s, LONGEST_STORM * expected_s), options.weather).fault
-    unknown = {fault.worker for fault in faults} - {*names, m.SYNCER}
+    unknown = {fault.worker for fault in faults} - {*names, *centre}
     if unknown:
-        raise ConfigError(f"sim.faults names {sorted(unknown)}; this run has {names} and {m.SYNCER}")
+        raise ConfigError(f"sim.faults names {sorted(unknown)}; this run has {[*names, *centre]}")
     return Plan(tuple(sorted(faults, key=lambda fault: fault.at_s)))

@@ -20,7 +20,7 @@ import xxhash
 from msgspec import Struct
 
 from ..errors import TapeError
-from ..protocol import messages
+from ..protocol import gossip, messages
 from ..protocol.messages import Action, Event
 
 FORMAT = 1
@@ -73,8 +73,9 @@ class TapeFile:
 
 
 def _kinds(root: type) -> tuple[type, ...]:
-    """Return the classes of `messages` below `root`, in the order they are written there."""
-    found = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, root)]
+    """Return the classes of the protocol below `root`, in the order they are written there."""
+    written = [*vars(messages).values(), *vars(gossip).values()]
+    found = dict.fromkeys(kind for kind in written if isinstance(kind, type) and issubclass(kind, root))
     return tuple(kind for kind in found if kind is not root)
 
 
