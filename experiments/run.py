@@ -7,6 +7,11 @@ run. A cell is overrides of a run's options; its result is appended to `results/
 there, so that a run that is cut short goes on where it stopped. Cells that were not run say `not run`;
 nothing is filled in. `--table NAME` prints what there is, mean ± spread over seeds, beside the paper's
 figure.
+
+A variant may have `data_parallel = true` (one learner with the batch of all), `steps = 0.9` (so many of the
+ticks that its tokens take), `against = "another"` (a row its virtual time is compared with: for as many
+tokens, and to the worse of their two final losses). `equal_tokens = true` in an experiment gives runs on
+failing hardware as many more ticks as the fast path says they lose.
 """
 
 import argparse
@@ -15,6 +20,7 @@ import statistics
 import time
 import tomllib
 from concurrent.futures import ProcessPoolExecutor, wait
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +52,16 @@ def key(cell: dict[str, Any]) -> str:
 
 def run_cell(experiment: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
     """Train one cell and return its figures."""
-    from archipel.config import load as load_config
     from archipel.roles.simulation import train_virtually
 
     began = time.monotonic()
-    variant, learners = cell["variant"], cell["learners"]
-    lone = variant.get("data_parallel", False)
-    batch = experiment["batch"] * (learners if lone else 1)
-    workers = 1 if lone else learners
-    steps = experiment["tokens"] // (experiment["batch"] * learners * experiment["sequence"])
-    overrides = [
-        f"run.seed={cell['seed']}", f"sync.learners={workers}", f"sync.steps={steps}", f"data.batch={batch}",
-        f"data.sequence={experiment['sequence']}",
-    ]  # fmt: skip
-    filled = [text.replace("{M}", str(workers)).replace("{T}", str(steps)) for text in variant["set"]]
-    config = load_config(None, [*overrides, *experiment["set"], *filled])
-    outcome, losses = train_virtually(config, config.sim, seed=cell["seed"])
+    config, own_every = configured(experiment, cell)
+    outcome, losses = train_virtually(config, config.sim, seed=cell["seed"], own_every=own_every)
     figures = outcome.figures()
-    kept = ("complete", "goodput", "virtual_s", "rounds", "rounds_per_step", "participants", "merged_share")
+    kept = (
+        "complete", "goodput", "uptime", "virtual_s", "ticks", "rounds", "rounds_per_step", "participants",
+        "merged_share", "slices_failed",
+    )  # fmt: skip
     return {
         "loss": losses.points[-1]["loss"],
         "accuracy": losses.points[-1]["accuracy"],
@@ -74,6 +72,36 @@ def run_cell(experiment: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]
         "parameters": sum(state.weights.numel() for state in losses.outer.states),
         "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def configured(experiment: dict[str, Any], cell: dict[str, Any]) -> tuple[Any, int]:
+    """Return a cell's configuration, and how often a lone learner's own weights are evaluated, in steps."""
+    from archipel.config import load as load_config
+    from archipel.sim import goodput
+
+    variant, learners = cell["variant"], cell["learners"]
+    lone = variant.get("data_parallel", False)
+    batch = experiment["batch"] * (learners if lone else 1)
+    workers = 1 if lone else learners
+    calm_steps = experiment["tokens"] // (experiment["batch"] * learners * experiment["sequence"])
+
+    def loaded(steps: int, added: list[str]) -> Any:
+        first = [
+            f"run.seed={cell['seed']}", f"sync.learners={workers}", f"sync.steps={steps}",
+            f"data.batch={batch}", f"data.sequence={experiment['sequence']}",
+        ]  # fmt: skip
+        filled = [text.replace("{M}", str(workers)).replace("{T}", str(steps)) for text in added]
+        return load_config(None, [*first, *experiment["set"], *filled])
+
+    steps = round(calm_steps * variant.get("steps", 1.0))
+    config = loaded(steps, variant["set"])
+    if experiment.get("equal_tokens") and not lone and config.sim.hardware is not None:
+        # Ticks go on while learners stand still: as many more as are needed for the same tokens.
+        steps = round(steps / goodput.simulate(config.sim.hardware).goodput)
+        config = loaded(steps, variant["set"])
+    shared = loaded(calm_steps, [])
+    every = shared.evaluate.every_rounds * shared.sync.interval_steps // shared.sync.fragments
+    return config, every if lone else 0
 
 
 def read(name: str) -> dict[str, Any]:
@@ -124,20 +152,68 @@ def table(name: str) -> str:
     lines = [f"{name}: {experiment['title']}", f"paper: {experiment['paper']}", ""]
     for learners in experiment["learners"]:
         for variant in experiment["variant"]:
-            keys = [key({"variant": variant, "learners": learners, "seed": s}) for s in experiment["seeds"]]
-            found = [results[k] for k in keys if k in results]
-            lines.append(f"M={learners}  {variant['name']:<34} {_summary(found)}")
+            if learners not in variant.get("learners", (learners,)):
+                continue
+            found = _found(experiment, results, variant["name"], learners)
+            line = f"M={learners}  {variant['name']:<34} {_summary(found)}"
+            if found and "against" in variant:
+                line += _compared(found, _found(experiment, results, variant["against"], learners))
+            lines.append(line)
+            if "paper" in variant:
+                lines.append(f"{'':<39} paper: {variant['paper']}")
     return "\n".join(lines)
 
 
-def _summary(found: list[dict[str, Any]]) -> str:
+def _found(experiment: dict[str, Any], results: dict[str, Any], name: str, learners: int) -> dict[int, Any]:
+    """Return the results of one row by seed."""
+    keys = {
+        seed: key({"variant": {"name": name}, "learners": learners, "seed": seed})
+        for seed in experiment["seeds"]
+    }
+    return {seed: results[key] for seed, key in keys.items() if key in results}
+
+
+def _summary(found: dict[int, Any]) -> str:
     if not found:
         return "not run"
-    losses = [each["loss"] for each in found]
+
+    def mean(name: str) -> float:
+        return statistics.mean(each[name] for each in found.values())
+
+    losses = [each["loss"] for each in found.values()]
     spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
-    shares = f"merged {statistics.mean(each['merged_share'] for each in found):.0%}"
-    goodput = f"goodput {statistics.mean(each['goodput'] for each in found):.1%}"
-    return f"loss {statistics.mean(losses):.4f}{spread} ({len(found)} seeds)  {goodput}  {shares}"
+    accuracy = (
+        f"  accuracy {mean('accuracy'):.1%}" if all("accuracy" in each for each in found.values()) else ""
+    )
+    return (
+        f"loss {mean('loss'):.4f}{spread} ({len(found)} seeds){accuracy}  goodput {mean('goodput'):.1%}  "
+        f"merged {mean('merged_share'):.0%}  {mean('tokens') / 1e6:.2f} M tokens in {mean('virtual_s'):.0f} s"
+    )
+
+
+def _compared(found: dict[int, Any], others: dict[int, Any]) -> str:
+    """Return how long this row took against another one: for as many tokens, and to the same loss."""
+    both = [(found[seed], others[seed]) for seed in found if seed in others]
+    if not both:
+        return "  (nothing to compare with)"
+    per_token = statistics.mean(
+        (mine["virtual_s"] / mine["tokens"]) / (its["virtual_s"] / its["tokens"]) for mine, its in both
+    )
+    losses = [max(mine["loss"], its["loss"]) for mine, its in both]
+    to_loss = statistics.mean(
+        time_to(mine["points"], loss) / time_to(its["points"], loss)
+        for (mine, its), loss in zip(both, losses, strict=True)
+    )
+    return f"  time ×{per_token:.3g} for as many tokens, ×{to_loss:.3g} to loss {statistics.mean(losses):.3f}"
+
+
+def time_to(points: list[dict[str, Any]], loss: float) -> float:
+    """Return the virtual time at which a curve first reached a loss, between two points on their line."""
+    for before, after in pairwise(points):
+        if after["loss"] <= loss:
+            share = (before["loss"] - loss) / max(before["loss"] - after["loss"], 1e-12)
+            return before["at_s"] + min(max(share, 0.0), 1.0) * (after["at_s"] - before["at_s"])
+    return float("inf")
 
 
 def main() -> None:

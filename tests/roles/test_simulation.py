@@ -3,8 +3,11 @@
 from pathlib import Path
 
 from archipel.config import load
+from archipel.protocol import messages as m
+from archipel.roles.replaying import replay
 from archipel.roles.simulation import train_virtually
 from archipel.tape.replay import verify
+from archipel.tape.tape import read, workers
 
 SMALL = [
     "sync.learners=3", "sync.steps=40", "sync.fragments=4", "sync.interval_steps=4",
@@ -67,3 +70,52 @@ def test_a_blocking_run_comes_to_the_same_weights_whenever_its_syncer_is_stopped
         outcome, again = train_virtually(stopped, stopped.sim)
         assert outcome.complete and outcome.engine.epochs == 2
         assert again.outer.digest() == losses.outer.digest(), at_s
+
+
+ALONE = [
+    *SMALL, "sync.learners=1", "sync.fragments=1", "sync.interval_steps=40", "sync.overlap_steps=0",
+    "sync.merge=average", "sync.outer_lr=1.0", "sync.outer_momentum=0.0", "sync.push_codec=float32",
+]  # fmt: skip
+
+
+def test_a_lone_learner_that_is_merged_once_is_evaluated_on_its_way() -> None:
+    config = load(None, ALONE)
+    outcome, losses = train_virtually(config, config.sim, own_every=10)
+    assert outcome.engine.syncer.rounds_merged == 1
+    found = [point["loss"] for point in losses.points]
+    assert len(found) == 1 + 4 + 1 and found == sorted(found, reverse=True)
+    assert abs(found[-1] - found[-2]) < 1e-3  # the merge takes its weights
+
+
+# ---- imagined hardware ----
+
+HARDWARE = [
+    *(option for option in SMALL if "speed_spread" not in option),
+    "sim.hardware={chips=96, slice_chips=4, mtbi_s=1000.0, return_s=30.0,"
+    " capacity={type='day_night', period_s=60.0, day_s=20.0, day_share=0.5}}",
+]
+
+
+def test_fewer_slices_take_fewer_windows_and_the_run_can_be_followed_bit_for_bit(tmp_path: Path) -> None:
+    config = load(None, HARDWARE)
+    outcome, losses = train_virtually(config, config.sim, seed=2, folder=tmp_path)
+    batches = {
+        record.event.tokens // config.data.sequence
+        for file in workers(tmp_path)
+        for record in read(file.path)
+        if isinstance(record.event, m.StepCompleted)
+    }
+    assert outcome.complete and batches >= {2, 4}
+    followed = replay(tmp_path, [])
+    assert followed.first_difference is None and followed.digest == losses.outer.digest()
+
+
+def test_an_elastic_learner_alone_loses_time_and_hardly_any_loss() -> None:
+    alone = [option for option in ALONE if "speed_spread" not in option]
+    whole = load(None, [*alone, "sim.hardware={chips=96, slice_chips=4, mtbi_s=inf}"])
+    failing = load(None, [*alone, "sim.hardware={chips=96, slice_chips=4, mtbi_s=2000.0}"])
+    calm, losses = train_virtually(whole, whole.sim)
+    stormy, others = train_virtually(failing, failing.sim)
+    assert stormy.figures()["slices_failed"] > 0
+    assert stormy.engine.now > calm.engine.now + 20.0
+    assert abs(others.points[-1]["loss"] - losses.points[-1]["loss"]) < 0.1
