@@ -102,7 +102,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         on_core(1, syncer.pid)
         on_core(1, learner.trainer._courier.pid)
         stream = corpus.stream(learner.shard, learner.position)
-        watches = {part: Stopwatch(learner.trainer, part) for part in ("_receive", "_copy", "_land")}
+        owners = {"_receive": learner.trainer, "copies": learner.trainer.half, "_land": learner.trainer}
+        watches = {part: Stopwatch(owner, part) for part, owner in owners.items()}
         calls = Stopwatch(learner, "step")
         times = run_blocks(model, optimizer, stream, learner, config, options.steps, batch)
     syncer.terminate()
@@ -137,7 +138,7 @@ def report(model, times, calls: Stopwatch, watches: dict[str, Stopwatch]) -> Non
     )
     names = {
         "_receive": "frames from the courier",
-        "_copy": "copies into shared memory",
+        "copies": "copies into shared memory",
         "_land": "updates landing",
     }
     for part, watch in watches.items():

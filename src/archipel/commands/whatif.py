@@ -58,12 +58,25 @@ def _simulate_run(options: argparse.Namespace) -> int:
         from ..roles.simulation import train_virtually
 
         outcome, losses = train_virtually(loaded, loaded.sim, seed=options.seed, folder=folder)
+        _keep_losses(folder, losses.points)
         report({**outcome.figures(), "losses": losses.points}, options.json)
     else:
         run = Run(loaded.sync, loaded.sim, loaded.run.name, options.seed, loaded.data.shards)
         outcome = simulate(run, folder=folder)
         report(outcome.figures(), options.json)
     return 0 if outcome.complete else 1
+
+
+def _keep_losses(folder: Path, points: list[dict[str, Any]]) -> None:
+    """Leave the losses of a simulated run where the evaluator of a live one leaves them."""
+    import msgspec
+
+    lines = [
+        {"time": point["at_s"], "worker": "evaluator", "kind": "validation", "round": point["round"],
+         "loss": point["loss"], "accuracy": point["accuracy"]}
+        for point in points
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def add_plan(commands: Any) -> None:
@@ -132,14 +145,20 @@ def _replay(options: argparse.Namespace) -> int:
         "tape_digest": digest(options.run),
     }
     if verified.equal and not options.verify_only:
-        found = msgspec.to_builtins(_follow(options, verified.records))
+        from ..roles.replaying import ReplayStopped
+
+        try:
+            found = msgspec.to_builtins(_follow(options, verified.records))
+        except ReplayStopped as stopped:
+            print(f"archipel: {stopped}", file=sys.stderr)
+            return 1
     found["seconds"] = round(time.monotonic() - began, 3)
     report(found, options.json)
     return 0 if found["equal"] or options.overrides else 1
 
 
 def _follow(options: argparse.Namespace, records: int) -> Any:
-    from ..roles.learner import StopFlag
+    from ..roles.worker import StopFlag
     from ..roles.replaying import conditions, replay
     from ..roles.resuming import Work
     from .progress import Bar

@@ -56,13 +56,14 @@ def add_learner(commands: Any) -> None:
 
 
 def _learner(options: argparse.Namespace) -> int:
-    from ..roles.learner import Learner, train
+    from ..roles.fragments import Fragments
+    from ..roles.worker import Worker, train
 
     loaded = load(options)
-    learner = Learner(
-        None,  # type: ignore[arg-type]  # built once the syncer has said which
-        None,
-        syncer=options.syncer,
+    learner = Worker(
+        Fragments(),
+        role="learner",
+        home=options.syncer,
         name=options.name,
         run=loaded.run.name,
         out=options.out,

@@ -13,7 +13,8 @@ import torch
 from ..config import Config
 from ..train import models
 from ..train.evaluate import Evaluation, evaluate
-from .learner import Learner, Metrics, Parting, StopFlag, agreed, load_data
+from .fragments import Fragments
+from .worker import Metrics, Parting, StopFlag, Worker, agreed, load_data
 
 WAIT_S = 0.2
 
@@ -27,15 +28,15 @@ def watch(
     however far the run has come by the time we are ready.
     """
     torch.set_num_threads(1)
-    observer = Learner(
-        torch.nn.Identity(),  # until the syncer has said which model
-        None,
-        syncer=syncer,
+    fragments = Fragments()
+    observer = Worker(
+        fragments,
+        role="observer",
+        home=syncer,
         name="evaluator",
         run=config.run.name,
         out=out,
         tls=tls,
-        role="observer",
         network=config.network,
         stopped=StopFlag(),
     )
@@ -43,27 +44,27 @@ def watch(
     os.nice(nice)
     with Parting(observer):
         if not observer.done:
-            _watch(agreed(config, settings), observer, fresh)
+            _watch(agreed(config, settings), observer, fragments, fresh)
 
 
-def _watch(config: Config, observer: Learner, fresh: bool) -> None:
+def _watch(config: Config, observer: Worker, held: Fragments, fresh: bool) -> None:
     options = config.evaluate
     batches = list(load_data(config, observer.settings).validation(options.batches, options.batch))
-    observer.model = model = models.build(config.model)
+    model = models.build(config.model)
     metrics = Metrics(observer.out / "metrics.jsonl", observer)
     evaluated = -1
     if fresh:
         evaluated = 0
         _note(metrics, 0, 0, evaluate(model, batches))
-    observer.adopt()
+    observer.adopt(model)
     while not observer.done:
         # A syncer that resumed from a checkpoint takes the weights, and their round, back.
-        if evaluated < 0 or not evaluated <= observer.round < evaluated + options.every_rounds:
-            evaluated = observer.round
+        if evaluated < 0 or not evaluated <= held.round < evaluated + options.every_rounds:
+            evaluated = held.round
             _note(metrics, evaluated, observer.tick, evaluate(model, batches))
         observer.trainer.wait(WAIT_S)
-    if observer.round != evaluated and not observer.stopped():
-        _note(metrics, observer.round, observer.tick, evaluate(model, batches))
+    if held.round != evaluated and not observer.stopped():
+        _note(metrics, held.round, observer.tick, evaluate(model, batches))
 
 
 def _note(metrics: Metrics, merges: int, tick: int, found: Evaluation) -> None:

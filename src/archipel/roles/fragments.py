@@ -29,6 +29,11 @@ class Fragments:
         self._writes: dict[int, frames.Write] = {}
 
     @property
+    def round(self) -> int:
+        """Merges that the weights held here have been through, over all fragments."""
+        return sum(version for version in self.versions if version > 0)
+
+    @property
     def paced(self) -> bool:
         """Whether the trainer may be told to wait after a step."""
         return frames.paced(self.options)

@@ -1,32 +1,17 @@
-"""A learner as a training script sees it: the wrap around a user's loop; the built-in model's process."""
+"""A learner as a training script sees it: the wrap around a user's loop."""
 
-import logging
-import os
-import secrets
-import signal
-import socket
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
-import torch
 from torch import nn
 
-from ..config import Config, from_settings
-from ..errors import ConfigError, DataError, JoinRefused
-from ..protocol.messages import SYNCER
 from ..protocol.schedule import SyncOptions
 from ..runtime.wire import NetworkOptions
-from ..train import data, loop, models, optim
-from ..train.data import read_journal
 from .fragments import Fragments
 from .trainer import Trainer
-
-log = logging.getLogger("archipel")
+from .worker import Worker
 
 
 class Learner:
@@ -55,7 +40,6 @@ class Learner:
         run: str = "",
         out: str | Path = "out/learner",
         tls: str | Path = "",
-        role: str = "learner",
         network: NetworkOptions | None = None,
         stopped: Callable[[], str] = lambda: "",
     ) -> None:
@@ -66,73 +50,28 @@ class Learner:
         run's tick. stopped: asked while waiting and after each step; a reason makes the learner `done`.
         """
         self.model, self.optimizer = model, optimizer
-        self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
-        if self.name == SYNCER or Path(self.name).name != self.name:
-            raise ConfigError(
-                f"worker name {self.name!r}: files are named after it; use no slash, and not 'syncer'"
-            )
-        self.out = Path(out)
-        self.stopped = stopped
-        self._scheduler = scheduler
-        self._scheduled = 0
-        self._arguments = ["--name", self.name, "--role", role, "--home", syncer, "--run", run]
-        self._arguments += ["--out", str(out), "--tls", str(tls)]
-        self._arguments += ["--network", msgspec.json.encode(network or NetworkOptions()).decode()]
         self._fragments = Fragments()
-        self._trainer: Trainer | None = None
-        self.settings: dict[str, Any] = {}
-
-    @property
-    def journal(self) -> Path:
-        """File in which a data stream of archipel notes its position, so that a killed learner's is known."""
-        return self.out / "journal" / f"{self.name}.bin"
+        self.worker = Worker(
+            self._fragments,
+            role="learner",
+            home=syncer,
+            name=name,
+            run=run,
+            out=out,
+            tls=tls,
+            scheduler=scheduler,
+            network=network,
+            stopped=stopped,
+        )
 
     def __enter__(self) -> "Learner":
-        self.connect()
-        if self.done:
-            self.trainer.close("")
-            raise JoinRefused(f"there was no run to join any more: {self.trainer.reason}")
-        self.adopt()
+        self.worker.enter(self.model)
         return self
-
-    def connect(self) -> dict[str, Any]:
-        """Join the run as far as its settings, which are returned. `adopt` does the rest.
-
-        {} if the learner is `done` already: it was stopped, or the run is over.
-        """
-        position: list[str] = []
-        if self.journal.exists():
-            entry = read_journal(self.journal)
-            position = ["--shard", str(entry.shard), "--position", str(entry.position)]
-        self.out.mkdir(parents=True, exist_ok=True)
-        self._trainer = Trainer(self._arguments + position, self._fragments, stopped=self.stopped)
-        try:
-            self.settings = self._trainer.settings()
-        except BaseException:
-            self._trainer.close("not admitted")
-            raise
-        return self.settings
-
-    def adopt(self, environment: dict[str, Any] | None = None) -> None:
-        """Take over the run's weights and its place in the schedule. environment: for the tape."""
-        try:
-            self.trainer.adopt(self.model, environment)
-            self._follow_schedule()
-        except BaseException:
-            self.trainer.close("could not adopt the run's weights")
-            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.trainer.close("" if kind is None else f"{kind.__name__}: {error}"[:200])
-
-    @property
-    def trainer(self) -> Trainer:
-        """The half of this learner that lives here."""
-        if self._trainer is None:
-            raise ConfigError("a Learner works inside `with`: nothing has joined yet")
-        return self._trainer
+        self.worker.leave(kind, error)
 
     def step(self, tokens: int) -> None:
         """Say that an optimizer step over `tokens` tokens is done; let updates land. Never blocks.
@@ -140,19 +79,22 @@ class Learner:
         Call it once per optimizer step: with gradient accumulation after the last micro-batch, with their
         sum.
         """
-        if tokens < 0:
-            raise ConfigError(f"learner.step(tokens={tokens}): a step consumes no negative number of tokens")
-        self.trainer.step(tokens)
-        self._follow_schedule()
+        self.worker.step(tokens)
 
-    def _follow_schedule(self) -> None:
-        if self._scheduler is None:
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of scheduler steps before an optimizer step
-            while self._scheduled < self.tick:
-                self._scheduler.step()
-                self._scheduled += 1
+    @property
+    def name(self) -> str:
+        """This learner's name in the run."""
+        return self.worker.name
+
+    @property
+    def journal(self) -> Path:
+        """File for a data stream's position."""
+        return self.worker.journal
+
+    @property
+    def trainer(self) -> Trainer:
+        """The half of this learner that lives here."""
+        return self.worker.trainer
 
     @property
     def options(self) -> SyncOptions:
@@ -162,178 +104,29 @@ class Learner:
     @property
     def shard(self) -> int:
         """Number of the part of the data this learner reads; nobody else reads it."""
-        build = self.trainer.build
-        return build.shard if build is not None else -1
+        return self.worker.shard
 
     @property
     def position(self) -> int:
         """Tokens of the shard that were consumed before this learner started."""
-        build = self.trainer.build
-        return build.position if build is not None else 0
+        return self.worker.position
 
     @property
     def step_count(self) -> int:
         """Inner steps of this learner."""
-        return self.trainer.step_count
+        return self.worker.step_count
 
     @property
     def tick(self) -> int:
         """The run's global step, as far as heard: what learning rate schedules follow."""
-        return self.trainer.tick
+        return self.worker.tick
 
     @property
     def round(self) -> int:
         """Merges that the weights held here have been through, over all fragments."""
-        return sum(version for version in self._fragments.versions if version > 0)
+        return self._fragments.round
 
     @property
     def done(self) -> bool:
         """Whether the run is over."""
-        return self.trainer.done
-
-
-# ---- the process with a built-in model ----
-
-
-def agreed(config: Config, settings: dict[str, Any]) -> Config:
-    """Return our configuration with the run's settings in it; only what is local to this host stays ours.
-
-    Local are folders, and how much a step computes at once: a slow or small host may take a smaller batch.
-    """
-    theirs = from_settings(settings)
-    local = {"path": config.data.path or theirs.data.path, "cache": config.data.cache}
-    return msgspec.structs.replace(
-        config,
-        run=msgspec.structs.replace(theirs.run, out=config.run.out),
-        sync=theirs.sync,
-        model=theirs.model,
-        data=msgspec.structs.replace(theirs.data, batch=config.data.batch, **local),
-        optimizer=msgspec.structs.replace(theirs.optimizer, accumulate=config.optimizer.accumulate),
-    )
-
-
-def load_data(config: Config, settings: dict[str, Any]) -> data.TokenData | data.ImageData:
-    """Return the data on this host. DataError if it is not what the run's learners share out among them."""
-    corpus = data.load(config.data)
-    entries = config.model.classes if config.model.kind == "vit" else config.model.vocabulary
-    if corpus.vocabulary > entries:
-        raise DataError(
-            f"the data here has {corpus.vocabulary} entries, the run's model {entries}: "
-            "prepare it with the run's tokenizer"
-        )
-    theirs = settings.get("data_digest", "")
-    if theirs and corpus.digest != theirs:
-        raise DataError(
-            f"the data here has the digest {corpus.digest}, the run's {theirs}: shards of different data "
-            "would overlap; copy the run's token file here and name it with data.path (the default corpus, "
-            "the text of this Python's standard library, differs between its versions)"
-        )
-    return corpus
-
-
-def device_of(name: str) -> torch.device:
-    """Return "cpu", "cuda" or "cuda:N" as a device; N goes round. ConfigError where there is no GPU."""
-    kind, _, index = name.partition(":")
-    if kind != "cuda":
-        return torch.device(name)
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {name!r}: torch {torch.__version__} sees no GPU here; use cpu or install another"
-        )
-    return torch.device("cuda", int(index or 0) % torch.cuda.device_count())
-
-
-def train(config: Config, learner: Learner, *, threads: int = 0, nice: int = 0, device: str = "cpu") -> None:
-    """Join the run, build its model, and train on this learner's shard until told to stop.
-
-    nice: how far to stand back, without the courier, for whoever shares the cores.
-    """
-    if threads:
-        torch.set_num_threads(threads)
-    placed = device_of(device)
-    learner.stopped = StopFlag()
-    settings = learner.connect()
-    os.nice(nice)
-    with Parting(learner):
-        if not learner.done:
-            _train(agreed(config, settings), learner, placed)
-
-
-def _train(config: Config, learner: Learner, device: torch.device) -> None:
-    corpus = load_data(config, learner.settings)
-    learner.model = models.build(config.model).to(device)
-    inner = optim.build(learner.model, config.optimizer, config.sync.steps)
-    # What this host may choose by itself: a replay follows it, and knows by it that the loop was this one.
-    learner.adopt({"batch": config.data.batch, "accumulate": config.optimizer.accumulate})
-    learner.journal.parent.mkdir(parents=True, exist_ok=True)
-    stream = corpus.stream(learner.shard, learner.position, learner.journal)
-    metrics = Metrics(learner.out / "metrics.jsonl", learner)
-    loop.run(
-        learner.model,
-        stream,
-        learner,
-        config.optimizer,
-        batch=config.data.batch,
-        inner=inner,
-        watch=metrics.note,
-    )
-
-
-class Parting:
-    """Closes a learner that was entered in two steps, with the reason."""
-
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
-        self._learner.__exit__(*error)
-
-
-class StopFlag:
-    """Returns why to stop once SIGTERM or Ctrl-C came: the step under way still ends in order.
-
-    A second signal does what it does without us.
-    """
-
-    def __init__(self) -> None:
-        self.reason = ""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def __call__(self) -> str:
-        return self.reason
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.reason = signal.Signals(number).name
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
-class Metrics:
-    """Appends one line a second to a run's `metrics.jsonl`; lines of several processes do not mix."""
-
-    EVERY_S = 1.0
-
-    def __init__(self, path: Path, learner: Learner) -> None:
-        self._path, self._learner = path, learner
-        self._written_at = 0.0
-
-    def note(self, step: int, loss: float, tokens: int) -> None:
-        """Take one step's loss."""
-        if time.monotonic() - self._written_at >= self.EVERY_S:
-            self._written_at = time.monotonic()
-            self.write(kind="train", step=step, tick=self._learner.tick, loss=loss)
-
-    def write(self, **values: Any) -> None:
-        """Append one line now."""
-        line = msgspec.json.encode({"time": time.time(), "worker": self._learner.name, **values}) + b"\n"
-        try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(descriptor, line)
-            finally:
-                os.close(descriptor)
-        except OSError as error:  # a full disk is no reason to stop training
-            log.warning("metrics not written path=%s reason=%r", self._path, str(error))
+        return self.worker.done

@@ -11,7 +11,8 @@ import torch
 
 from archipel import config as configuration
 from archipel.errors import ConfigError, DataError
-from archipel.roles.learner import Learner, Metrics, StopFlag, agreed, device_of, load_data
+from archipel.roles.learner import Learner
+from archipel.roles.worker import Metrics, StopFlag, agreed, device_of, load_data
 from archipel.train import corpus
 
 
