@@ -155,6 +155,12 @@ class PeerState:
         """Return the model that the machine knows, the anchor, as whole float32 tensors by name."""
         return unflatten([self.anchor.numpy()], self._parameters.fragments, self.schema)
 
+    def load(self, vector: Tensor) -> None:
+        """Start anew from these weights, (numel,) float32, with nothing remembered of rounds."""
+        self.anchor, self.remembered = vector, mixing.start(self.options.form, vector)
+        self._rounds.clear()
+        self._write(vector)
+
     def digest(self) -> str:
         """Return xxh3 of the anchor."""
         return _digest(self.anchor)
