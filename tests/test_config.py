@@ -136,3 +136,18 @@ def test_the_demos_configuration_is_sound_and_quiet() -> None:
 
     found = config.load(Path(config.__file__).parent / "demo.toml")
     assert config.warnings(found) == []
+
+
+def test_gossip_that_drives_its_peers_apart_warns_with_the_limit_and_a_safe_setting() -> None:
+    wild = ["gossip.peers=16", "gossip.scheme=one_peer", "gossip.outer_momentum=0.9"]
+    (warning,) = config.warnings(loaded(*wild))
+    assert "gossip.outer_momentum=0.9: form=mixed peers=one_peer" in warning and "diverges" in warning
+    assert "use momentum=0.7 (limit 0.815), or alpha=0.6 (limit 0.900), or form=drift" in warning
+    for tame in (
+        "gossip.outer_momentum=0.5",
+        "gossip.alpha=0.6",
+        "gossip.form=drift",
+        "gossip.scheme=two_peer",
+    ):
+        assert config.warnings(loaded(*wild, tame)) == [], tame
+    assert config.warnings(loaded("gossip.peers=16", "gossip.scheme=one_peer_exponential")) == []

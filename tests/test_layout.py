@@ -24,6 +24,7 @@ OURS = {
     "dashboard": {"tape", "protocol", "errors"},
     "config": {
         "errors",
+        "numerics.stability",
         "protocol.gossip",
         "protocol.schedule",
         "runtime.checkpoint",

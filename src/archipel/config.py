@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from .errors import ConfigError
+from .numerics import stability
 from .protocol.gossip import GossipOptions
 from .protocol.schedule import SyncOptions
 from .runtime.checkpoint import CheckpointOptions
@@ -246,7 +247,7 @@ def warnings(config: Config) -> list[str]:
     sync = config.sync
     found: list[str] = []
     if config.gossip is not None:
-        return found
+        return _unstable(config.gossip)
     rounds = sync.steps // sync.interval_steps
     if rounds < MOMENTUM_ROUNDS and sync.outer_momentum > MOMENTUM_SHORT:
         found.append(
@@ -254,6 +255,12 @@ def warnings(config: Config) -> list[str]:
             f"(fewer than {MOMENTUM_ROUNDS}): 0.5 is a good choice"
         )
     return found
+
+
+def _unstable(gossip: GossipOptions) -> list[str]:
+    """Return what the theory says of a setting under which the peers drift apart (gossip, section 4)."""
+    verdict = stability.stable(gossip.form, gossip.scheme, gossip.momentum, gossip.alpha, gossip.peers)
+    return [] if verdict.stable else [f"gossip.outer_momentum={gossip.momentum}: {verdict}"]
 
 
 def settings_of(config: Config, **extra: Any) -> dict[str, Any]:
