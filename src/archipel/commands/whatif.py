@@ -158,9 +158,9 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _follow(options: argparse.Namespace, records: int) -> Any:
-    from ..roles.worker import StopFlag
     from ..roles.replaying import conditions, replay
     from ..roles.resuming import Work
+    from ..roles.worker import StopFlag
     from .progress import Bar
 
     run = Path(options.run)
