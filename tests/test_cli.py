@@ -10,7 +10,9 @@ from archipel import cli
 from archipel.commands import files
 from archipel.errors import ArchipelError
 
-COMMANDS = ["demo", "train", "syncer", "learner", "evaluator", "data", "score", "tape", "certs", "replay"]
+COMMANDS = [
+    "demo", "train", "syncer", "learner", "evaluator", "data", "score", "tape", "draw", "certs", "replay"
+]  # fmt: skip
 
 
 def run(*arguments: str) -> int | str | None:

@@ -46,7 +46,7 @@ OTHERS = {
     },
     "sim": {"numpy", "msgspec"},
     "runtime": {"grpc", "msgspec", "xxhash", "safetensors", "cryptography", "numpy"},
-    "dashboard": {"rich", "msgspec"},
+    "dashboard": {"rich", "msgspec", "matplotlib"},
     "config": {"msgspec"},
 }  # fmt: skip
 PURE = {"time", "random", "asyncio", "threading", "socket", "os", "logging", "datetime", "secrets", "uuid"}
@@ -94,6 +94,16 @@ def test_file_imports_only_what_its_folder_may(path: Path) -> None:
                 assert root in sys.stdlib_module_names | {"numpy", "numba"}, f"codec imports {name}"
             else:
                 assert root in sys.stdlib_module_names or root in OTHERS[part], f"{part} imports {name}"
+
+
+def test_only_pictures_draw_and_only_when_asked() -> None:
+    for path in FILES:
+        drawing = [name for name in imports_of(path) if name.split(".")[0] == "matplotlib"]
+        assert not drawing or path.name == "pictures.py", path
+    import subprocess
+
+    code = "import sys, archipel.cli, archipel.dashboard.pictures as p; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_protocol_has_no_clock_chance_or_io() -> None:

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 
-from .commands import files, runs, score, whatif, workers
+from .commands import draw, files, runs, score, whatif, workers
 from .errors import ArchipelError
 
 
@@ -44,11 +44,14 @@ def parser() -> argparse.ArgumentParser:
     workers.add_syncer(commands)
     workers.add_learner(commands)
     workers.add_evaluator(commands)
+    workers.add_rendezvous(commands)
+    workers.add_peer(commands)
     files.add_data(commands)
     score.add_score(commands)
     whatif.add_simulate(commands)
     whatif.add_plan(commands)
     whatif.add_replay(commands)
     files.add_tape(commands)
+    draw.add_draw(commands)
     files.add_certs(commands)
     return parser

@@ -92,6 +92,12 @@ class Reading:
         found = [process for process in self.processes if process.worker == SYNCER]
         return sorted(found, key=self._start)
 
+    @property
+    def start_s(self) -> float | None:
+        """When the run began: the first record of its syncer, a learner or a peer; None without any."""
+        firsts = (self._starts.get(id(p)) for p in self.processes if p.worker == SYNCER or p.learns)
+        return min((first for first in firsts if first is not None), default=None)
+
     def _start(self, process: Process) -> float:
         return self._starts.get(id(process), float("inf"))
 
@@ -139,6 +145,18 @@ class Loss:
     time: float
     loss: float
     round: int = 0
+
+
+def losses_from_start(run_dir: str | Path) -> list[tuple[float, float]]:
+    """Return (seconds from the run's start, loss) of each validation.
+
+    The start is that of the tapes, as in the run's figures; without tapes the first validation's time.
+    """
+    found, start = list(losses(run_dir)), None
+    with contextlib.suppress(TapeError):
+        start = Reading(run_dir).start_s
+    zero = found[0].time if found and start is None else start or 0.0
+    return [(max(0.0, each.time - zero), each.loss) for each in found]
 
 
 def losses(run_dir: str | Path) -> Iterator[Loss]:
