@@ -10,8 +10,8 @@ import pytest
 from archipel.protocol import messages as m
 from archipel.protocol.schedule import SyncOptions
 from archipel.sim.engine import Engine
-from archipel.sim.ports import LearnerOptions
-from archipel.sim.section3 import Measured, fleet, measure, section3
+from archipel.sim.ports import EngineOptions, LearnerOptions
+from archipel.sim.section3 import MERGE_S, Measured, fleet, measure, section3
 from archipel.sim.witness import Witness
 
 
@@ -30,12 +30,21 @@ def test_grace_keeps_the_fleet_together() -> None:
 
 
 def test_without_grace_every_report_closes_a_round() -> None:
-    # Specification: 3.65 rounds per step, effective H 6.6, 23 % merged. A round of about half a step gives
-    # that.
+    # Specification: 3.65 rounds per step, effective H 6.6, 23 % merged. Rounds per step are fitted by what a
+    # merge costs, the share follows; seeds do not matter.
+    options = SyncOptions(steps=2400, learners=8, quorum=1, grace=False)
+    for seed in (0, 1):
+        found = measure(fleet(), options, EngineOptions(seed=seed, merge_s=MERGE_S))
+        assert found.rounds_per_step == pytest.approx(3.65, rel=0.05)
+        assert found.interval == pytest.approx(6.6, rel=0.05)
+        assert found.merged == pytest.approx(0.23, rel=0.05)
+
+
+def test_without_grace_a_round_of_most_of_a_step_on_the_wire_gives_as_many_rounds() -> None:
+    # Four latencies lie between a copy and its update: 0.9 s.
     found = measured(fleet(latency_s=0.225), steps=2400, quorum=1, grace=False)
     assert 3.0 < found.rounds_per_step < 4.4
-    assert 5.5 < found.interval < 8.0
-    assert 0.15 < found.merged < 0.30
+    assert 0.15 < found.merged < 0.22
 
 
 def test_a_fast_network_without_grace_is_worse() -> None:
@@ -109,11 +118,20 @@ def test_the_table_of_figures_stays_near_the_specification() -> None:
     rows = {(row["setting"], row["figure"]): row["deviation"] for row in section3()["rows"]}
     assert len(rows) == 13
     far = {name: deviation for name, deviation in rows.items() if abs(deviation) > 0.05}
-    # These two hang on a network that the specification does not give.
-    assert set(far) <= {
-        ("K=1, no grace, 225 ms", "merged"),
-        ("one learner 5 times slower", "its merged share"),
-    }
+    # This one lies on a cliff: test_a_slow_learner_merges_whole_steps_of_a_cycle.
+    assert set(far) <= {("one learner 5 times slower", "its merged share")}
+
+
+def test_a_slow_learner_merges_whole_steps_of_a_cycle() -> None:
+    # A push carries whole steps: floor(cycle - v), cycle = a fragment's interval in the learner's own steps
+    # and v < a tick. At 5.0 times slower a cycle here is 4.97 steps: 4 of them, not 5. The specification's
+    # 0.92 rounds per step make it 5.2 steps, which here are those of a learner 4.8 times slower: 19 %.
+    faster, same_cycle, slower = (
+        measured(fleet(apart=0.0, slow=slow), steps=1200, quorum=1).shares["L-7"] for slow in (4.5, 4.8, 5.5)
+    )
+    assert faster > 0.20
+    assert same_cycle == pytest.approx(0.19, rel=0.05)
+    assert slower < 0.17
 
 
 def test_names_of_messages_are_all_used() -> None:

@@ -2,8 +2,8 @@
 learner do.
 
 Eight learners 18 % apart with 10 % jitter, P = H = 24 unless a row says otherwise. The specification's
-figures came from a prototype with a network of its own; what a round costs on the wire matters, most of all
-without grace.
+figures came from a prototype whose costs are not given. Ours are the same in all rows but one: without grace
+the number of rounds follows from what a round costs, so that row's cost is fitted to it (`MERGE_S`).
 """
 
 import time
@@ -13,8 +13,12 @@ from typing import Any
 from ..protocol.schedule import SyncOptions
 from .engine import Engine
 from .network import LinkOptions
-from .ports import LearnerOptions
+from .ports import EngineOptions, LearnerOptions
 from .witness import Witness
+
+# Fitted, not given: the syncer merges one round after the other, and a median step of 1.077 s in which it
+# manages 3.65 of them leaves 0.295 s for each. The merged share is then a prediction.
+MERGE_S = 0.295
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,12 @@ def fleet(latency_s: float = 0.01, apart: float = 0.18, slow: float = 0.0) -> di
     return {f"L-{i}": LearnerOptions(step_s=pace, jitter=0.1, link=link) for i, pace in enumerate(paces)}
 
 
-def measure(learners: dict[str, LearnerOptions], options: SyncOptions) -> Measured:
+def measure(
+    learners: dict[str, LearnerOptions], options: SyncOptions, costs: EngineOptions | None = None
+) -> Measured:
     """Run to the end in virtual time, under a witness, and return the figures."""
     witness = Witness(options)
-    engine = Engine(options, on_record=witness.record)
+    engine = Engine(options, costs, on_record=witness.record)
     for name, given in learners.items():
         engine.add(name, given)
     assert engine.finish().complete
@@ -74,19 +80,20 @@ def section3() -> dict[str, Any]:
     """Return rows of setting, figure, what was measured, the specification's value and the deviation."""
     began = time.perf_counter()
     grace = measure(fleet(), _eight())
-    rash = measure(fleet(latency_s=0.225), _eight(2400, grace=False))
+    rash = measure(fleet(), _eight(2400, grace=False), EngineOptions(merge_s=MERGE_S))
     single = measure(fleet(), _eight(1200, fragments=1))
     fifth = measure(fleet(apart=0.0, slow=5.0), _eight())
     half = measure(fleet(apart=0.0, slow=2.0), _eight())
     waiting = measure(fleet(), _eight(quorum=8, max_lead_steps=0))
+    rashly = f"K=1, no grace, {MERGE_S} s a merge (fitted)"
     found = [
         ("K=1, grace", "rounds_per_step", grace.rounds_per_step, 0.95),
         ("K=1, grace", "participants", grace.participants, 7.9),
         ("K=1, grace", "interval", grace.interval, 25.0),
         ("K=1, grace", "merged", grace.merged, 0.93),
-        ("K=1, no grace, 225 ms", "rounds_per_step", rash.rounds_per_step, 3.65),
-        ("K=1, no grace, 225 ms", "interval", rash.interval, 6.6),
-        ("K=1, no grace, 225 ms", "merged", rash.merged, 0.23),
+        (rashly, "rounds_per_step", rash.rounds_per_step, 3.65),
+        (rashly, "interval", rash.interval, 6.6),
+        (rashly, "merged", rash.merged, 0.23),
         ("K=1, P=1", "participants", single.participants, 7.6),
         ("K=1, P=1", "merged", single.merged, 0.90),
         ("one learner 5 times slower", "rounds_per_step", fifth.rounds_per_step, 0.92),
