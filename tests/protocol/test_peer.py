@@ -4,6 +4,7 @@ import pytest
 
 from archipel.protocol import gossip as g
 from archipel.protocol import messages as m
+from archipel.protocol.exchange import Pace, adapted_steps
 from archipel.protocol.peer import PeerMachine
 from archipel.protocol.rendezvous import RendezvousMachine
 
@@ -208,3 +209,13 @@ def test_a_lost_peer_does_not_delay_the_start_nor_another_lease() -> None:
     started = machine.handle(10.0, m.Woke())
     assert machine.state == "running" and started[-1] == m.Wake(11.0)
     assert m.Notice("lost peer=b", "warning") in machine.handle(11.0, m.Woke())
+
+
+@pytest.mark.parametrize(
+    ("transfer_s", "steps"), [(3.0, 5), (3.2, 5), (3.5, 4), (5.98, 2), (6.1, 1), (9.0, 1)]
+)
+def test_being_a_hair_late_costs_no_step(transfer_s: float, steps: int) -> None:
+    """H = 5 steps of 1 s and a transfer of 3 s are the others' round: 8 s."""
+    own = Pace(step_s=1.0)
+    own.transfers.append(transfer_s)
+    assert adapted_steps(g.GossipOptions(local_steps=5), own, 8.0) == steps

@@ -168,7 +168,7 @@ def adapted_steps(options: g.GossipOptions, own: Pace, target: float) -> int:
     steps = (target - own.transfer_s) / own.step_s
     if steps >= options.local_steps * (1 - SLACK):
         return options.local_steps
-    return max(1, int(steps + 1e-6))
+    return max(1, int(steps + SLACK))  # a hair late is not worth a step
 
 
 def timeout_s(options: g.GossipOptions, own: Pace) -> float:
