@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from archipel.cli import main
 from archipel.config import load
 from archipel.errors import ConfigError
 from archipel.protocol import gossip as g
@@ -138,3 +140,14 @@ def test_bf16_offers_halve_the_bytes():
 def test_a_configuration_without_gossip_is_refused():
     with pytest.raises(ConfigError, match=r"no section \[gossip\]"):
         options_of(load(None, SMALL))
+
+
+@pytest.mark.parametrize("compute", ["costs", "tensors"])
+def test_simulate_runs_a_file_with_gossip(compute: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    overrides = [argument for text in (*GOSSIP, f"sim.compute={compute}") for argument in ("--set", text)]
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *overrides, "--out", str(tmp_path / "run"), "--json", "/dev/null"])
+    assert ended.value.code == 0
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert found["complete"] and found["rounds"] == 8 and found["tape_digest"]
+    assert ("losses" in found) == ((tmp_path / "run" / "metrics.jsonl").exists()) == (compute == "tensors")

@@ -54,6 +54,8 @@ def _simulate_run(options: argparse.Namespace) -> int:
     options.overrides.append(f"run.seed={options.seed}")
     loaded = load(options)
     folder = run_folder(options.out, loaded)
+    if loaded.gossip is not None:
+        return _simulate_gossip(options, loaded, folder)
     if loaded.sim.compute == "tensors":
         from ..roles.simulation import train_virtually
 
@@ -62,6 +64,24 @@ def _simulate_run(options: argparse.Namespace) -> int:
         report({**outcome.figures(), "losses": losses.points}, options.json)
     else:
         run = Run(loaded.sync, loaded.sim, loaded.run.name, options.seed, loaded.data.shards)
+        outcome = simulate(run, folder=folder)
+        report(outcome.figures(), options.json)
+    return 0 if outcome.complete else 1
+
+
+def _simulate_gossip(options: argparse.Namespace, loaded: Any, folder: Path) -> int:
+    from ..sim.gossip_scenario import GossipRun, simulate
+
+    if loaded.sim.compute == "tensors":
+        from ..roles.gossiping import gossip_virtually
+
+        outcome, figures = gossip_virtually(loaded, loaded.sim, seed=options.seed, folder=folder)
+        _keep_losses(folder, figures.points)
+        ended = outcome.witness.concluded
+        mean = dict(ended.figures) if ended is not None else {}
+        report({**outcome.figures(), **mean, "losses": figures.points}, options.json)
+    else:
+        run = GossipRun(loaded.gossip, loaded.sim, loaded.run.name, options.seed, loaded.data.shards)
         outcome = simulate(run, folder=folder)
         report(outcome.figures(), options.json)
     return 0 if outcome.complete else 1
