@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Learner", "save_weights"]
+__all__ = ["Learner", "Peer", "save_weights"]
 
 
 def __getattr__(name: str) -> Any:

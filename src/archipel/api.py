@@ -1,4 +1,4 @@
-"""What users import: `Learner` around their own loop, and the initial weights that a syncer starts from."""
+"""What users import: `Learner` or `Peer` around their own loop, and the weights that a syncer starts from."""
 
 from pathlib import Path
 
@@ -6,10 +6,11 @@ from torch import nn
 
 from .protocol.schedule import SyncOptions
 from .roles.learner import Learner
+from .roles.peer import Peer
 from .roles.result import save_tensors
 from .train.parameters import synchronised
 
-__all__ = ["Learner", "save_weights"]
+__all__ = ["Learner", "Peer", "save_weights"]
 
 
 def save_weights(model: nn.Module, path: str | Path, options: SyncOptions | None = None) -> None:

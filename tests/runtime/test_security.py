@@ -96,7 +96,7 @@ def certificate(path: Path) -> x509.Certificate:
 
 def test_keys_are_readable_by_their_owner_only(authority: Path) -> None:
     keys = sorted(path.name for path in authority.glob("*.key"))
-    assert keys == ["ca.key", "island-7.key", "learner.key", "syncer.key"]
+    assert keys == ["ca.key", "island-7.key", "learner.key", "peer.key", "syncer.key"]
     assert {stat.S_IMODE((authority / key).stat().st_mode) for key in keys} == {0o600}
     assert not list(authority.glob(".*"))
 
@@ -125,7 +125,11 @@ def test_issuing_again_keeps_the_authority_and_changes_the_certificates(tmp_path
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     written = {path.name for path in make_authority(tmp_path)}
     changed = {path.name for path in tmp_path.iterdir() if before.get(path.name) != path.read_bytes()}
-    assert changed == written == {"syncer.pem", "syncer.key", "learner.pem", "learner.key"}
+    assert (
+        changed
+        == written
+        == {f"{name}.{end}" for name in ("syncer", "learner", "peer") for end in ("pem", "key")}
+    )
 
 
 @pytest.mark.parametrize("name", ["", "ca", "../x", "a/b"])

@@ -1,4 +1,4 @@
-"""One worker of a run: `syncer`, `learner`, `evaluator`."""
+"""One worker of a run: `syncer`, `learner`, `evaluator`; of a gossip run: `rendezvous`, `peer`."""
 
 import argparse
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 from .shared import add_config, command, load
 
 
-def _add_worker(parser: argparse.ArgumentParser) -> None:
+def _add_worker(parser: argparse.ArgumentParser, home: str = "--syncer") -> None:
     add_config(parser)
-    parser.add_argument("--syncer", required=True, metavar="HOST:PORT")
+    parser.add_argument(home, required=True, metavar="HOST:PORT")
     parser.add_argument("--out", default="out/learner", help="folder for tape, journal and metrics")
     parser.add_argument("--nice", type=int, default=0, help="lower the priority of computing by so much")
     parser.add_argument(
@@ -17,39 +17,64 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_syncer(commands: Any) -> None:
-    parser = command(commands, "syncer", _syncer, "run a syncer that learners connect to")
+def _add_center(parser: argparse.ArgumentParser, out: str) -> None:
     add_config(parser)
     parser.add_argument(
         "--listen", default="127.0.0.1:7000", metavar="HOST:PORT", help=":7000 for all interfaces"
     )
-    parser.add_argument("--out", default="out/syncer", help="run folder: tape, checkpoints, result")
+    parser.add_argument("--out", default=out, help="run folder: tape, checkpoints, result")
     parser.add_argument(
         "--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint")
-    parser.add_argument("--init", default="", help="safetensors file of weights to start from")
     parser.add_argument("--address-file", default="", help="write the address really bound to this file")
 
 
-def _syncer(options: argparse.Namespace) -> int:
-    from ..roles.syncer import Opening, serve
+def _opening(options: argparse.Namespace, init: str = "") -> Any:
+    from ..roles.syncer import Opening
 
-    opening = Opening(
+    return Opening(
         out=Path(options.out),
         listen=options.listen,
         tls=options.tls,
         resume=options.resume,
-        init=options.init,
+        init=init,
         address_file=options.address_file,
     )
-    finish = serve(load(options), opening)
+
+
+def add_syncer(commands: Any) -> None:
+    parser = command(commands, "syncer", _syncer, "run a syncer that learners connect to")
+    _add_center(parser, "out/syncer")
+    parser.add_argument("--init", default="", help="safetensors file of weights to start from")
+
+
+def _syncer(options: argparse.Namespace) -> int:
+    from ..roles.syncer import serve
+
+    finish = serve(load(options), _opening(options, options.init))
+    return 0 if finish.complete else 1
+
+
+def add_rendezvous(commands: Any) -> None:
+    text = "run the rendezvous of a gossip run: it says who is a member, and carries no weights"
+    _add_center(command(commands, "rendezvous", _rendezvous, text), "out/rendezvous")
+
+
+def _rendezvous(options: argparse.Namespace) -> int:
+    from ..roles.rendezvous import serve
+
+    finish = serve(load(options), _opening(options))
     return 0 if finish.complete else 1
 
 
 def add_learner(commands: Any) -> None:
     parser = command(commands, "learner", _learner, "train the run's built-in model as one of its learners")
     _add_worker(parser)
+    _add_trainer(parser)
+
+
+def _add_trainer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="", help="unique in the run; the same name continues its data")
     parser.add_argument("--threads", type=int, default=0, help="computing threads; 0: torch's own choice")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
@@ -60,17 +85,45 @@ def _learner(options: argparse.Namespace) -> int:
     from ..roles.worker import Worker, train
 
     loaded = load(options)
-    learner = Worker(
-        Fragments(),
-        role="learner",
-        home=options.syncer,
-        name=options.name,
-        run=loaded.run.name,
-        out=options.out,
-        tls=options.tls,
-        network=loaded.network,
-    )
+    learner = Worker(Fragments(), role="learner", home=options.syncer, **_known(options, loaded))
     train(loaded, learner, threads=options.threads, nice=options.nice, device=options.device)
+    return 0
+
+
+def _known(options: argparse.Namespace, loaded: Any) -> dict[str, Any]:
+    return {
+        "name": options.name,
+        "run": loaded.run.name,
+        "out": options.out,
+        "tls": options.tls,
+        "network": loaded.network,
+    }
+
+
+def add_peer(commands: Any) -> None:
+    text = "train the run's built-in model as a peer of a gossip run"
+    parser = command(commands, "peer", _peer, text)
+    _add_worker(parser, "--rendezvous")
+    _add_trainer(parser)
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where other peers reach this one",
+    )
+    parser.add_argument("--resume", action="store_true", help="start from the newest valid checkpoint here")
+
+
+def _peer(options: argparse.Namespace) -> int:
+    from ..roles.peer import exchanges_of, peer_worker, train_peer
+    from ..roles.worker import name_of
+
+    loaded = load(options)
+    options.name = name_of(options.name)
+    half = exchanges_of(options.name, options.out, loaded.run.name)
+    known = {"home": options.rendezvous, **_known(options, loaded)}
+    worker = peer_worker(half, listen=options.listen, resume=options.resume, **known)
+    train_peer(loaded, worker, half, threads=options.threads, nice=options.nice, device=options.device)
     return 0
 
 

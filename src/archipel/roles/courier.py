@@ -87,6 +87,7 @@ class Courier:
             self.compute = CourierCompute(channel, self._happened)
         self._facts = Path(arguments.out) / "peers" / f"{arguments.name}.json"
         self._told_tick = -1
+        self._digest = ""  # of the run's result, once it is taken
 
     def _machine(self, arguments: argparse.Namespace) -> LearnerMachine | PeerMachine:
         common = {
@@ -140,6 +141,8 @@ class Courier:
             case g.Know(members=members):
                 self.mesh.know(members, beside=self.home)
             case _:
+                if isinstance(action, g.Accept):
+                    self._digest = action.digest
                 with contextlib.suppress(WorkerDied):
                     self.compute.act(action, payload)
 
@@ -181,6 +184,7 @@ class Courier:
             "settled": machine.settled,
             "round": machine.round,
             "tokens": machine.tokens,
+            "digest": self._digest,
             "model_bytes_sent": self.mesh.kind_bytes("Model"),
             "state_bytes_sent": self.mesh.kind_bytes("State"),
             "bytes_in": self.mesh.bytes_in,

@@ -402,11 +402,16 @@ def _listen(role: SyncerRole, config: configuration.Config, opening: Opening) ->
     role.server = server
     address = server.start()
     log.info("listening address=%s run=%s tick=%d", address, config.run.name, role.machine.tick)
-    if opening.address_file:
-        path = Path(opening.address_file)
+    leave_address(opening.address_file, address)
+    return server
+
+
+def leave_address(file: str, address: str) -> None:
+    """Write the address really bound where somebody waits for it, if anybody does."""
+    if file:
+        path = Path(file)
         path.with_suffix(".tmp").write_text(address)
         path.with_suffix(".tmp").rename(path)
-    return server
 
 
 def serve(config: configuration.Config, opening: Opening) -> m.Finish:

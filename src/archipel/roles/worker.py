@@ -55,7 +55,7 @@ class Worker:
     ) -> None:
         """home: "host:port" of the syncer or the rendezvous. The rest: see `Learner`."""
         self.half = half
-        self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        self.name = name_of(name)
         if self.name in (SYNCER, RENDEZVOUS) or Path(self.name).name != self.name:
             raise ConfigError(
                 f"worker name {self.name!r}: files are named after it; use no slash, and not 'syncer' or "
@@ -164,6 +164,11 @@ class Worker:
     def done(self) -> bool:
         """Whether the run is over."""
         return self.trainer.done
+
+
+def name_of(name: str) -> str:
+    """Return a worker's name: what it was given, or one that nobody else has."""
+    return name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
 
 
 # ---- the process with a built-in model ----

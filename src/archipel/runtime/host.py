@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import PayloadError
+from ..protocol import gossip as g
 from ..protocol import messages as m
 from ..protocol.clock import VectorClock
 from ..tape.tape import TapeWriter
@@ -158,7 +159,7 @@ class Host:
                 self.finished = action
             case m.Tally():
                 pass
-            case m.Fold() | m.Apply():
+            case m.Fold() | m.Apply() | g.Take() | g.Adopt() | g.Gather() | g.Accept():
                 self._port.act(action, payload)
                 return True
             case _:

@@ -54,12 +54,13 @@ class Mesh:
         self._security = security
         self._server: Server | None = None
         self._dialled: dict[str, Outward] = {}
+        self._hung_up: list[Client] = []
         self._tensors = Counter[tuple[str, str]]()
         self._kinds = Counter[str]()
         self._lock = threading.Lock()  # of what is counted
 
     def listen(self, address: str, *, run: str = "") -> str:
-        """Take a port for workers of `run`, "" for any; return the "host:port" bound. `start` lets them in."""
+        """Take a port for workers of `run`, "" for any; return its "host:port". `start` lets them in."""
         inward = Inward(self, self._sink)
         self._server = Server(inward, self._options, listen=address, run=run, security=self._security)
         return self._server.bind()
@@ -119,6 +120,7 @@ class Mesh:
     def stop(self, grace_s: float) -> None:
         """Close all; what is queued has `grace_s`."""
         lines, self._dialled = list(self._dialled.values()), {}
+        self._hung_up += [line.client for line in lines]
         stops = [threading.Thread(target=line.client.stop, args=(grace_s,)) for line in lines]
         for thread in stops:
             thread.start()
@@ -160,7 +162,7 @@ class Mesh:
 
     def _ends(self) -> list[Client | Server]:
         server = [self._server] if self._server is not None else []
-        return [*(line.client for line in self._dialled.values()), *server]
+        return [*(line.client for line in self._dialled.values()), *self._hung_up, *server]
 
     def _line_to(self, worker: str, address: str) -> "Outward":
         if worker in self._dialled:
@@ -173,6 +175,7 @@ class Mesh:
 
     def _hang_up(self, worker: str) -> None:
         line = self._dialled.pop(worker)
+        self._hung_up.append(line.client)
         # In a thread of its own: it may wait for the other side, and who asks for this must not.
         threading.Thread(target=line.client.stop, args=(HANG_UP_S,), daemon=True).start()
 

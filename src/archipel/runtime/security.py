@@ -5,6 +5,7 @@ A run has one authority, a directory made by `archipel certs DIR` or by the site
     ca.pem   ca.key         the authority; its key is needed only to issue, keep it off the workers
     syncer.pem  syncer.key  names the hosts it listens on; accepted from a listening worker
     learner.pem  learner.key, or NAME.pem  NAME.key for a worker of its own
+    peer.pem  peer.key      of gossip: peers and the rendezvous both listen and dial; names their hosts
 
 Whoever holds a certificate of the authority may join under any worker name: certificates keep strangers out,
 they do not tell members apart. Files are read again for every connection, so certificates rotate without a
@@ -107,9 +108,9 @@ def make_authority(
 ) -> list[Path]:
     """Make an authority for tests and small fleets, and return the files written.
 
-    hosts: names and addresses the syncer is reached by, beside localhost. workers: names with certificates of
-    their own, beside the shared `learner`. An authority that is there is kept and issues new certificates: so
-    they are rotated. Elliptic-curve keys (P-256). Valid for 10 years (authority) and 825 days.
+    hosts: names and addresses syncer and peers are reached by, beside localhost. workers: names with
+    certificates of their own, beside the shared ones. An authority that is there is kept and issues new
+    certificates: so they are rotated. Elliptic-curve keys (P-256). Valid for 10 years (authority), 825 days.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,8 +121,8 @@ def make_authority(
             remedy = "run this where the authority's key is, or in an empty directory for a new authority"
             raise SecurityError(f"{folder} has an authority's certificate but not its key: {remedy}")
         written += _make_root(folder)
-    for name in dict.fromkeys(("syncer", "learner", *workers)):
-        written += _issue(folder, name, list(names) if name == "syncer" else [])
+    for name in dict.fromkeys(("syncer", "learner", "peer", *workers)):
+        written += _issue(folder, name, list(names) if name in ("syncer", "peer") else [])
     return written
 
 
