@@ -10,7 +10,9 @@ from archipel import cli
 from archipel.chaos.plan import Weather
 from archipel.dashboard.figures import figures_of, loss_table
 from archipel.protocol import messages as m
+from archipel.protocol.gossip import GossipOptions
 from archipel.protocol.schedule import SyncOptions
+from archipel.sim import gossip_scenario
 from archipel.sim.scenario import Outcome, Run, SimOptions, simulate
 from archipel.tape.tape import Header, TapeWriter, tape_path
 
@@ -106,6 +108,20 @@ def test_waiting_for_all_shows_as_lost_goodput(tmp_path: Path) -> None:
     figures = figures_of(tmp_path)
     assert figures["goodput"] == pytest.approx(outcome.figures()["goodput"], abs=1e-5)
     assert figures["goodput"] < 0.8 and figures["participants"]["rounds"] == {"3": 40}
+
+
+def test_a_gossip_runs_figures_are_those_of_its_rendezvous(tmp_path: Path) -> None:
+    options = GossipOptions(peers=4, rounds=12, local_steps=10)
+    weather = Weather(kill_s=200.0, partition_s=300.0, mean_for_s=10.0)
+    sim = SimOptions(jitter=0.1, speed_spread=0.2, weather=weather)
+    outcome = gossip_scenario.simulate(gossip_scenario.GossipRun(options, sim, seed=1), folder=tmp_path)
+    figures, engine = figures_of(tmp_path), outcome.figures()
+    for key in ("complete", "rounds", "tokens", "merged_share"):
+        assert figures[key] == engine[key], key
+    assert figures["goodput"] == pytest.approx(engine["goodput"], abs=0.01)
+    settled = sum(peer["rounds"] for peer in figures["learners"].values())
+    assert settled == sum(figures["gossip"]["partners"]["exchanges"].values()) == len(outcome.witness.mixed)
+    assert figures["gossip"]["round_s"]["median"] > 10
 
 
 # ---- without the learners' tapes ----

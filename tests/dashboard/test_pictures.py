@@ -103,6 +103,15 @@ def test_no_bar_or_mark_lies_outside_the_axes_of_the_key() -> None:
     assert box.y1 <= axes.y0
 
 
+def test_a_gossip_runs_timeline_has_no_syncer() -> None:
+    peers = scene()
+    peers.gossip, peers.ticks, peers.rounds = True, [], []
+    figure = pictures.timeline(peers)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["learner-0", "learner-1"]
+    assert {"model sent", "round settled"} <= legend(figure)
+    assert not {"grace used", "round, with its fragment", "update landed"} & legend(figure)
+
+
 # ---- the others ----
 
 

@@ -7,6 +7,7 @@ import pytest
 from archipel.chaos.plan import Weather
 from archipel.dashboard.timeline import Landed, Merging, Pushed, Scene, Step, Ticked, scene_of, window_of
 from archipel.errors import ConfigError
+from archipel.protocol import gossip as g
 from archipel.protocol import messages as m
 from archipel.protocol.schedule import SyncOptions
 from archipel.sim.scenario import Outcome, Run, SimOptions, simulate
@@ -101,6 +102,15 @@ def test_learners_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
         write(tmp_path, name, "x", steps(1.0, 3))
     scene = scene_of(tmp_path, window_of(tmp_path))
     assert [row.worker for row in scene.rows] == ["learner-1", "learner-9", "learner-10"]
+
+
+def test_a_gossip_run_shows_models_sent_and_rounds_settled(tmp_path: Path) -> None:
+    offered = (5.5, g.Offered(0), [m.Send("q", g.Model(0))])
+    settled = (6.0, g.Mixed(0), [])
+    write(tmp_path, "p", "x", [*steps(1.0, 5), offered, settled, *steps(7.0, 3)], role="peer")
+    scene = scene_of(tmp_path, window_of(tmp_path))
+    assert scene.gossip and not (scene.ticks or scene.rounds)
+    assert scene.rows[0].pushed == [Pushed(5.5, 0, True)] and scene.rows[0].landed == [Landed(6.0, 0)]
 
 
 # ---- which window ----

@@ -27,10 +27,12 @@ from typing import Any
 
 from ..errors import TapeError
 from ..protocol import messages as m
+from ..protocol.gossip import RENDEZVOUS
 from ..protocol.messages import SYNCER
 from ..protocol.quorum import lower_median
 from ..tape.record import Record
 from .collect import QUIET_S_MIN, Round, Series
+from .gossip import Gossip
 from .merges import Grace, Staleness
 from .pace import STALLED, Cover, Pace, Sample
 from .reading import Loss, Process, Reading, losses
@@ -57,6 +59,7 @@ class Figures:
         self.cover = Cover()
         self.staleness = Staleness()
         self.grace = Grace()
+        self.gossip = Gossip()
         self.participants: Counter[int] = Counter()  # learners in a round -> rounds
         self.round_s = Sample()
         self.deaths: deque[Death] = deque(maxlen=DEATHS_SHOWN)
@@ -79,9 +82,11 @@ class Figures:
             self._begin(process, record)
         if worker == SYNCER:
             self._syncer(record)
+        elif worker == RENDEZVOUS:
+            self.gossip.rendezvous(record)
         elif process.learns:
             self._learner(process, record)
-        if worker == SYNCER or process.learns:
+        if worker in (SYNCER, RENDEZVOUS) or process.learns:
             self.started_s = record.t if self.started_s is None else self.started_s
             self.end_s = max(self.end_s, record.t)
 
@@ -97,6 +102,8 @@ class Figures:
             self._parting = False
             if before is not None:
                 self.syncer_absent_s += max(0.0, record.t - (before.last_s or record.t))
+        elif process.worker == RENDEZVOUS and process.header is not None:
+            self.gossip.begin(process.header)
         elif process.learns:
             if before is not None and not before.ended:
                 self._died(process.worker, before.last_s or record.t)
@@ -116,6 +123,7 @@ class Figures:
     def _learner(self, process: Process, record: Record) -> None:
         pace = self.paces[process.worker]
         pace.heard(record.t)
+        self.gossip.peer(process.worker, record)
         match record.event:
             case m.StepCompleted(tokens=tokens, step_s=step_s):
                 self._stepped(process.worker, record.t)
@@ -124,7 +132,7 @@ class Figures:
                 self.cuts[process.worker] += 1
         if process.ended:
             pace.ends()
-            pace.parted_s = None if self._parting else record.t
+            pace.parted_s = None if self._parting or _reached_the_end(process, record) else record.t
 
     def _stepped(self, worker: str, now: float) -> None:
         death = self._recovering.get(worker)
@@ -218,18 +226,23 @@ class Figures:
         medians = [pace.step_times.median for pace in self.paces.values()]
         return lower_median([value for value in medians if value is not None])
 
+    @property
+    def fates(self) -> dict[str, Any]:
+        """The ledger of the syncer or of the rendezvous: tokens by fate."""
+        return self.series.fates or self.gossip.fates
+
     def table(self, loss: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the figures as plain data; `figures_of` describes the keys."""
         series, step_s = self.series, self.step_s
         run_s = self.end_s - (self.started_s or 0.0)
-        machine, finished = series.machine, series.finished
-        tokens = series.fates
-        rounds = series.rounds if machine is None else machine.rounds_merged
+        finished, tokens = series.finished, self.fates
+        rounds = series.rounds if series.machine is None else series.machine.rounds_merged
+        arrived = tokens.get("merged", 0) + tokens.get("late", 0)
         return {
-            "complete": finished is not None and finished.complete,
+            "complete": finished.complete if finished is not None else self.gossip.complete,
             "run_s": round(run_s, 6),
             "ticks": series.tick,
-            "rounds": rounds,
+            "rounds": rounds or self.gossip.rounds,
             "rounds_redone": series.rounds - rounds,
             "abandoned": series.abandoned,
             "rejected": series.rejected,
@@ -242,11 +255,12 @@ class Figures:
             "grace": self.grace.table(),
             "staleness": self.staleness.table(),
             "round_s": self.round_s.table(),
-            "merged_share": _share(tokens.get("merged"), tokens.get("consumed")),
+            "merged_share": _share(arrived, tokens.get("consumed")),
             "tokens": {key: value for key, value in tokens.items() if isinstance(value, int)},
             "learners": {name: self._of_learner(name) for name in sorted(self.paces)},
             "pauses": self._pauses(),
             "bytes": self._bytes(),
+            "gossip": self.gossip.table(),
             **self._faults(),
             "loss": loss,
             "damaged": [each.damage for each in self.reading.processes if each.damage],
@@ -285,6 +299,10 @@ class Figures:
 
     def _of_learner(self, name: str) -> dict[str, Any]:
         pace, learner = self.paces[name], self.series.learners.get(name)
+        fates = self.fates.get("per_learner", {}).get(name)
+        share = self.series.merged_share(learner) if learner else None
+        if fates and share is None and fates["consumed"]:
+            share = (fates["merged"] + fates.get("late", 0)) / fates["consumed"]
         return {
             "goodput": _rounded(self.goodput([name])),
             "steps": pace.steps,
@@ -292,9 +310,9 @@ class Figures:
             "step_s": _rounded(pace.step_times.median),
             "stood_still_s": _rounded(pace.stood_still_s),
             "absent_s": _rounded(self._absent_s(name)),
-            "rounds": learner.rounds if learner else 0,
-            "merged_share": _rounded(self.series.merged_share(learner)) if learner else None,
-            "fates": self.series.fates.get("per_learner", {}).get(name),
+            "rounds": learner.rounds if learner else self.gossip.settled[name],
+            "merged_share": _rounded(share),
+            "fates": fates,
             "deaths": self.died[name],
             "cuts": self.cuts[name] if name in self._own else None,
             "own_tape": name in self._own,
@@ -334,6 +352,12 @@ class Figures:
         }
 
 
+def _reached_the_end(process: Process, record: Record) -> bool:
+    """Whether a peer finished with the run; a learner's last word does not tell."""
+    complete = any(isinstance(action, m.Finish) and action.complete for action in record.actions)
+    return complete and process.header is not None and process.header.role == "peer"
+
+
 def _after(value: float | None, since: float) -> float | None:
     return None if value is None else value - since
 
@@ -342,8 +366,8 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
 
-def _share(part: int | None, whole: int | None) -> float | None:
-    return round((part or 0) / whole, 6) if whole else None
+def _share(part: int, whole: int | None) -> float | None:
+    return round(part / whole, 6) if whole else None
 
 
 def read(run_dir: str | Path) -> Figures:
@@ -368,7 +392,8 @@ def figures_of(run_dir: str | Path, targets: Sequence[float] = ()) -> dict[str, 
     pushes by age), age_ticks, flight_ticks. round_s: from first pull to publication. merged_share; tokens: by
     fate, summed over fragments. learners: each one's goodput, steps, tokens, step_s, stood_still_s, absent_s,
     rounds, merged_share, fates, deaths, cuts (lost channels), own_tape. pauses: longest_s without a merge
-    while a quorum was live, at_s, step_s. bytes: sent, received by the syncer (live runs). deaths,
+    while a quorum was live, at_s, step_s. bytes: sent, received by the syncer (live runs). gossip: partners
+    (mean, exchanges), round_s, wait_s, transfer_s of peers' rounds; late tokens count as merged. deaths,
     recovered (count, mean_s to the first step), death (worker, at_s, back_s and merged_s after it), cuts,
     syncer_deaths, syncer_absent_s. loss: `loss_table`. damaged: what could not be read.
     """

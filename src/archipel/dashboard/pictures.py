@@ -100,23 +100,23 @@ def timeline(scene: Scene, title: str = "") -> "Figure":
     """
     with _matplotlib().rc_context(STYLE):
         lanes = _lanes(scene.rounds)
-        deep = max(lanes, default=0) + 1
+        deep = 0 if scene.gossip else max(lanes, default=0) + 1
         figure, (axes,) = _sheet(10.0, 1.9 + 0.34 * len(scene.rows) + 0.2 * deep)
         marked = scene.crowd <= CROWD
         for place, row in enumerate(scene.rows):
             _row(axes, row, -place, scene, marked=marked)
+        names = {-place: row.worker for place, row in enumerate(scene.rows)}
         floor = -len(scene.rows) - 0.15
-        _ticks(axes, scene, floor, marked=marked)
-        _rounds(axes, scene, floor - 0.75, lanes, marked=marked)
-        _absent(axes, scene.syncer, floor, scene)
+        bottom = floor + 0.55 if scene.gossip else floor - 0.75 - 0.5 * deep
+        if not scene.gossip:
+            _ticks(axes, scene, floor, marked=marked)
+            _rounds(axes, scene, floor - 0.75, lanes, marked=marked)
+            _absent(axes, scene.syncer, floor, scene)
+            names |= {floor: "syncer: grace", floor - 0.75 - 0.25 * (deep - 1): "rounds"}
         width_s = scene.window.end - scene.window.start
         axes.set_xlim(_x(scene, scene.window.start - width_s / 150), _x(scene, scene.window.end))
-        axes.set_ylim(floor - 0.75 - 0.5 * deep, 0.95 if marked else 0.5)
-        middle = floor - 0.75 - 0.25 * (deep - 1)
-        axes.set_yticks(
-            [*(-place for place in range(len(scene.rows))), floor, middle],
-            [*(row.worker for row in scene.rows), "syncer: grace", "rounds"],
-        )
+        axes.set_ylim(bottom, 0.95 if marked and scene.ticks else 0.5)
+        axes.set_yticks(list(names), list(names.values()))
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
         axes.spines["left"].set_visible(False)
@@ -223,19 +223,23 @@ def _key(figure: "Figure", scene: Scene, *, marked: bool) -> None:
     died, absent = any(row.died for row in rows), any(row.absent for row in rows)
     stood = any(step.steps_from > step.start for row in scene.rows for step in row.steps)
     failed = any(each.version < 0 for each in scene.rounds)
+    synced = not scene.gossip
+    sent, landed = (
+        ("model sent", "round settled") if scene.gossip else ("fragment pushed, merged", "update landed")
+    )
     known = [
         (True, "inner steps", Patch(facecolor=STEP)),
         (stood, "stood still", Patch(**STOOD)),
-        (marked, "fragment pushed, merged", mark("^", BLUE, BLUE)),
+        (marked, sent, mark("^", BLUE, BLUE)),
         (marked and not all(each.merged for each in pushes), "pushed, not merged", mark("^", BLUE, "white")),
-        (marked, "update landed", mark("v", RED, RED)),
+        (marked, landed, mark("v", RED, RED)),
         (died, "died", mark("X", BLACK, BLACK)),
         (absent, "absent", Line2D([], [], color=GREY, linewidth=1.0, linestyle=DOTS)),
-        (True, "grace granted", Patch(facecolor=GRANTED, edgecolor=ORANGE, linewidth=0.4)),
-        (True, "grace used", Patch(facecolor=ORANGE)),
-        (True, "round, with its fragment" if marked else "round", Patch(facecolor=GREEN)),
+        (synced, "grace granted", Patch(facecolor=GRANTED, edgecolor=ORANGE, linewidth=0.4)),
+        (synced, "grace used", Patch(facecolor=ORANGE)),
+        (synced, "round, with its fragment" if marked else "round", Patch(facecolor=GREEN)),
         (failed, "round abandoned", Patch(facecolor="white", edgecolor=RED)),
-        (marked, "tick closed, with its number", Line2D([], [], color=PALE, linewidth=1.2)),
+        (synced and marked, "tick closed, with its number", Line2D([], [], color=PALE, linewidth=1.2)),
     ]
     shown = [(handle, name) for there, name, handle in known if there]
     handles, names = [handle for handle, _ in shown], [name for _, name in shown]

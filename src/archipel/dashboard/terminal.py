@@ -61,11 +61,12 @@ def share(value: float | None) -> str:
 
 def show(series: Series) -> Group:
     """Return the table of learners, the lines of the run and its newest notices."""
-    notices = [Text(clean(f"{line.worker}: {line.text}"), _level(line.level)) for line in series.lines]
+    notices = [Text(clean(f"{line.worker}: {line.text}"), level_style(line.level)) for line in series.lines]
     return Group(_learners(series), *map(Text, _run(series)), *notices[-LINES_SHOWN:])
 
 
-def _level(level: str) -> str:
+def level_style(level: str) -> str:
+    """Return the style of a notice."""
     return "yellow" if level == "warning" else "dim"
 
 
@@ -198,13 +199,28 @@ def summary(run_dir: str | Path, rounds: int = 10, targets: Sequence[float] = ()
         ("tick", "fragment", "version", "at", "took", "grace", "who took part, and their weights")
     ]
     last += [_round_line(series, each) for each in kept]
+    table = figures.table(loss_table(run_dir, figures.started_s or 0.0, targets))
+    rounds_line = _gossip(table) if table["gossip"] else _total(series)
+    blocks = [_columns(lines), [rounds_line, *_figures(table)], _learner_lines(table["learners"])]
+    return "\n\n".join("\n".join(block) for block in [*blocks, _columns(last) if kept else []] if block)
+
+
+def _total(series: Series) -> str:
     pause = series.pause
     total = f"{series.rounds} rounds, {series.abandoned} abandoned, {series.rejected} pushes rejected"
     total += f", {series.kills} learners lost, longest pause {seconds(pause.longest_pause_s)}"
-    total += f" at a median step of {seconds(pause.step_s)}"
-    table = figures.table(loss_table(run_dir, figures.started_s or 0.0, targets))
-    blocks = [_columns(lines), [total, *_figures(table)], _learner_lines(table["learners"])]
-    return "\n\n".join("\n".join(block) for block in [*blocks, _columns(last) if kept else []] if block)
+    return total + f" at a median step of {seconds(pause.step_s)}"
+
+
+def _gossip(table: dict[str, Any]) -> str:
+    gossip = table["gossip"]
+    times = {
+        what: seconds((gossip[what] or {}).get("median")) for what in ("round_s", "wait_s", "transfer_s")
+    }
+    return (
+        f"{table['rounds']} rounds, {gossip['partners']['mean']:.2f} partners in a peer's round, which took "
+        f"{times['round_s']}, {times['wait_s']} of it waiting and {times['transfer_s']} of transfer (medians)"
+    )
 
 
 def _process_line(process: Process) -> tuple[str, ...]:
@@ -237,8 +253,9 @@ def _figures(table: dict[str, Any]) -> list[str]:
         )
     if table["staleness"]:
         lines.append(_staleness(table["staleness"]))
-    if consumed := table["tokens"].get("consumed"):
-        fates = "  ".join(f"{fate} {share(table['tokens'].get(fate, 0) / consumed)}" for fate in FATES)
+    tokens = dict(table["tokens"])
+    if consumed := tokens.pop("consumed", 0):
+        fates = "  ".join(f"{fate} {share(count / consumed)}" for fate, count in tokens.items())
         lines.append(f"tokens {number(consumed)}: {fates}")
     if table["bytes"]:
         sent, received = (number(table["bytes"][way], "B") for way in ("sent", "received"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ..errors import ConfigError
+from ..protocol import gossip as g
 from ..protocol import messages as m
 from ..protocol.messages import SYNCER
 from ..protocol.quorum import lower_median
@@ -36,7 +37,8 @@ class Step(Struct, frozen=True):
 
 
 class Pushed(Struct, frozen=True):
-    """A fragment left a learner. `merged`: it was folded into its round."""
+    """A fragment left a learner, and `merged`: it was folded into its round. In gossip an offer left for a
+    partner."""
 
     at: float
     fragment: int
@@ -44,7 +46,7 @@ class Pushed(Struct, frozen=True):
 
 
 class Landed(Struct, frozen=True):
-    """An update was written over a fragment."""
+    """An update was written over a fragment; in gossip a round was settled, `fragment` its number."""
 
     at: float
     fragment: int
@@ -105,6 +107,7 @@ class Scene:
     syncer: Row
     ticks: list[Ticked]
     rounds: list[Merging]
+    gossip: bool = False  # peers, no syncer
 
     @property
     def crowd(self) -> int:
@@ -270,10 +273,14 @@ class Timeline:
                 self._step(worker, record.t, step_s)
             case m.Applied(fragment=fragment) if self._inside(record.t):
                 row.landed.append(Landed(record.t, fragment))
+            case g.Mixed(round=number) if self._inside(record.t):
+                row.landed.append(Landed(record.t, number))
         for action in record.actions:
             match action:
                 case m.Send(message=m.Push(fragment=fragment)):
                     self._left(worker, fragment, record.t)
+                case m.Send(message=g.Model(round=number)) if self._inside(record.t):
+                    row.pushed.append(Pushed(record.t, number, True))
 
     def _step(self, worker: str, ended: float, took: float) -> None:
         steps = self._steps.setdefault(worker, [])
@@ -383,7 +390,8 @@ class Timeline:
             if process.last_s is not None and process.last_s < self._heard_to - patience_s:
                 self._absent(row, process, self.window.end)
         rows = sorted(self.rows.values(), key=lambda row: _natural(row.worker))
-        return Scene(self.window, rows, self.syncer, self.ticks, self.rounds)
+        gossip = any(p.header is not None and p.header.role == "peer" for p in self._current.values())
+        return Scene(self.window, rows, self.syncer, self.ticks, self.rounds, gossip)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
