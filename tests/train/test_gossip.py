@@ -305,6 +305,29 @@ def test_the_mean_is_exact_and_comes_with_its_figures():
     assert np.array_equal(writer.tensors()["0.bias"], peers["c"].model[0].bias.detach().numpy())
 
 
+def test_a_model_that_is_not_finite_is_left_out_of_the_mean_and_named():
+    writer, other = peer(0), peer(1)
+    sick = np.full(writer.numel, np.inf, np.float32).view(np.uint8)
+    writer.act(g.Gather(1, "a"))
+    writer.act(g.Gather(1, "b"), sick)
+    writer.act(g.Gather(1, "c"), other.anchor.numpy().view(np.uint8))
+    averaged = writer.act(g.Average(1, ("a", "b", "c"), (1.0, -1.0, 3.0)))
+    assert averaged.figures["left_out"] == ["b"] and averaged.figures["val_loss_mean"] == 2.0
+    writer.act(g.Accept(averaged.digest))
+    start, end = peer(0).anchor.double(), other.anchor.double()
+    torch.testing.assert_close(writer.anchor, ((start + end) / 2).float(), atol=0, rtol=0)
+
+
+def test_a_run_whose_models_have_all_diverged_still_ends():
+    state = peer()
+    state.load(torch.full((state.numel,), torch.nan))
+    state.act(g.Submit(1))
+    state.act(g.Gather(1, "a"))
+    averaged = state.act(g.Average(1, ("a",), (-1.0,)))
+    state.act(g.Accept(averaged.digest), state.payload("b", g.Mean(averaged.digest, 1)).copy())
+    assert averaged.figures["left_out"] == ["a"] and state.anchor.isnan().all()
+
+
 def test_a_mean_of_another_digest_is_refused():
     state = peer()
     before = state.digest()

@@ -53,7 +53,8 @@ class Sum:
     """The writer's: an attempt's models added up, and how long each is."""
 
     total: Tensor  # (numel,) float64
-    squares: list[float] = field(default_factory=list)
+    squares: dict[str, float] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)  # members whose models are none, or not finite
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -345,13 +346,17 @@ class PeerState:
         return g.Submitted(attempt, -1.0 if self._evaluate is None else self._evaluate())
 
     def gather(self, attempt: int, worker: str, payload: Any) -> g.Gathered:
-        """Add a member's final model to the attempt's sum; None: one's own."""
-        model = self.anchor if payload is None else self._decoded("float32", payload)
+        """Add a member's final model to the sum; None: one's own. What is not finite is left out."""
         if self._sum is None or self._sum[0] != attempt:
             self._sum = attempt, Sum(torch.zeros(self.numel, dtype=torch.float64))
         gathered = self._sum[1]
-        gathered.total += model
-        gathered.squares.append(_square(model))
+        try:
+            model = self._decoded("float32", _bytes_of(self.anchor) if payload is None else payload)
+        except PayloadError:
+            gathered.refused.append(worker)
+        else:
+            gathered.total += model
+            gathered.squares[worker] = _square(model)
         return g.Gathered(attempt, worker)
 
     def average(self, attempt: int, members: tuple[str, ...], losses: tuple[float, ...]) -> g.Averaged:
@@ -362,12 +367,15 @@ class PeerState:
         """
         assert self._sum is not None and self._sum[0] == attempt
         gathered = self._sum[1]
-        assert len(gathered.squares) == len(members), (len(gathered.squares), members)
-        mean = gathered.total / len(members)
+        count = len(gathered.squares)
+        assert {*gathered.squares, *gathered.refused} == {*members}, (gathered.squares, members)
+        mean = gathered.total / count if count else self.anchor.double()  # nothing better is left
         length = float(torch.dot(mean, mean))
-        spread = max(math.fsum(gathered.squares) / len(members) - length, 0.0)
+        spread = max(math.fsum(gathered.squares.values()) / max(count, 1) - length, 0.0)
         self._mean, self._sum = mean.float(), None
         figures: dict[str, Any] = {"model_bytes": self.model_bytes}
+        if gathered.refused:
+            figures["left_out"] = sorted(gathered.refused)
         figures["consensus_error"] = math.sqrt(spread / length) if length else 0.0
         known = [loss for loss in losses if loss >= 0]
         if known:
@@ -381,7 +389,9 @@ class PeerState:
 
     def accept(self, digest: str, payload: Any) -> None:
         """Take the mean as this peer's model; None: the one made here. PayloadError if it is another."""
-        mean = self._mean if payload is None else self._decoded("float32", payload)
+        mean = self._mean
+        if payload is not None:
+            mean = torch.from_numpy(codec.decode("float32", payload, self.numel, BLOCK))
         if mean is None or (found := _digest(mean)) != digest:
             raise PayloadError(f"a mean model of digest {found if mean is not None else None}, not {digest}")
         self._mean = self.anchor = mean
