@@ -11,10 +11,12 @@ figure.
 A variant may have `data_parallel = true` (one learner with the batch of all), `steps = 0.9` (so many of the
 ticks that its tokens take), `against = "another"` (a row its virtual time is compared with: for as many
 tokens, and to the worse of their two final losses). `equal_tokens = true` in an experiment gives runs on
-failing hardware as many more ticks as the fast path says they lose.
+failing hardware as many more ticks as the fast path says they lose. Experiments of `kind = "gossip"` are
+run by `gossip_cells.py`.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import time
@@ -52,6 +54,8 @@ def key(cell: dict[str, Any]) -> str:
 
 def run_cell(experiment: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
     """Train one cell and return its figures."""
+    if experiment.get("kind") == "gossip":
+        return gossip().run_cell(experiment, cell)  # type: ignore[no-any-return]
     from archipel.roles.simulation import train_virtually
 
     began = time.monotonic()
@@ -74,8 +78,19 @@ def run_cell(experiment: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]
     }
 
 
+def gossip() -> Any:
+    """Return the module beside this one that runs the cells of experiments of kind "gossip"."""
+    spec = importlib.util.spec_from_file_location("gossip_cells", HERE / "gossip_cells.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def configured(experiment: dict[str, Any], cell: dict[str, Any]) -> tuple[Any, int]:
     """Return a cell's configuration, and how often a lone learner's own weights are evaluated, in steps."""
+    if experiment.get("kind") == "gossip":
+        return gossip().configured(experiment, cell), 0
     from archipel.config import load as load_config
     from archipel.sim import goodput
 
@@ -155,7 +170,8 @@ def table(name: str) -> str:
             if learners not in variant.get("learners", (learners,)):
                 continue
             found = _found(experiment, results, variant["name"], learners)
-            line = f"M={learners}  {variant['name']:<34} {_summary(found)}"
+            summary = gossip().summary if found and experiment.get("kind") == "gossip" else _summary
+            line = f"M={learners}  {variant['name']:<34} {summary(found)}"
             if found and "against" in variant:
                 line += _compared(found, _found(experiment, results, variant["against"], learners))
             lines.append(line)

@@ -87,7 +87,7 @@ def test_the_mean_moves_by_the_drifts_alone_though_models_come_late(tmp_path: Pa
             if state is not None and isinstance(action, m.Resume):
                 begins.setdefault(worker, state.anchor.double())
             elif state is not None and isinstance(action, g.Offer):
-                drifts.append(state._reached().double() - state.anchor.double())
+                drifts.append(state.reached().double() - state.anchor.double())
             elif state is not None:
                 ends[worker] = state.anchor.double()
 

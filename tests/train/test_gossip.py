@@ -152,10 +152,10 @@ def test_a_late_model_keeps_the_drift_of_the_round_under_way():
     _, payloads = exchange(peers, 0, late=[("a", "b")])
     state = peers["a"]
     steps(state, 2, 7)
-    drift = state._reached() - state.anchor
+    drift = state.reached() - state.anchor
     state.act(g.Take(0, "b"), payloads["b"])
     state.act(g.Correct(0, "b", 0.5, 0))
-    torch.testing.assert_close(state._reached() - state.anchor, drift, atol=1e-6, rtol=0)
+    torch.testing.assert_close(state.reached() - state.anchor, drift, atol=1e-6, rtol=0)
 
 
 def test_what_is_sent_is_not_changed_by_what_comes_after():

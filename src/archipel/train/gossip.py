@@ -170,7 +170,7 @@ class PeerState:
 
     def offer(self, number: int) -> g.Offered:
         """Make this peer's side of the round from where its steps have led."""
-        options, reached = self.options, self._reached()
+        options, reached = self.options, self.reached()
         made = mixing.offer(
             options.form,
             self.anchor,
@@ -232,7 +232,7 @@ class PeerState:
             shift = change * on_weights
             for part in self._buffers:
                 shift[part] = change[part]
-            reached = self._reached() + shift
+            reached = self.reached() + shift
             self.anchor = self.anchor + shift
             self.remembered = torch.add(self.remembered, change, alpha=on_remembered)
             self._write(reached)
@@ -421,7 +421,7 @@ class PeerState:
         self._parameters.read(0, values)
         return torch.from_numpy(values)
 
-    def _reached(self) -> Tensor:
+    def reached(self) -> Tensor:
         """Return where the steps have led, with what the model could not hold of its start."""
         values = self._read()
         return values if self._lost is None else values.add_(self._lost)
