@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from archipel.roles.fleet import Losses, closes, consumed_by_data, thin_shares
+from archipel.roles.summary import Losses, closes, consumed_by_data, thin_shares
 from archipel.train.data import JOURNAL
 
 

@@ -14,8 +14,10 @@ def add_demo(commands: Any) -> None:
     parser = command(
         commands, "demo", _demo, "train on this machine for a minute, killing a learner half-way"
     )
+    parser.add_argument("--gossip", action="store_true", help="four peers that exchange models, no syncer")
     parser.add_argument("--learners", type=int, default=3)
     parser.add_argument("--ticks", type=int, default=DEMO_TICKS, help="global steps of the run")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of the run with --gossip")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="", help="run folder; default: a new one under out/")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -23,8 +25,11 @@ def add_demo(commands: Any) -> None:
 
 def _demo(options: argparse.Namespace) -> int:
     from .. import config
-    from ..roles.fleet import Fleet, Kill, closes
+    from ..roles.fleet import Fleet, Kill
+    from ..roles.summary import closes
 
+    if options.gossip:
+        return _demo_gossip(options)
     overrides = [
         f"sync.learners={options.learners}",
         f"sync.steps={options.ticks}",
@@ -49,6 +54,32 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if all(checks.values()) else 1
 
 
+def _demo_gossip(options: argparse.Namespace) -> int:
+    from .. import config
+    from ..roles.fleet import Fleet, Kill
+    from ..roles.summary import closes
+
+    overrides = [f"run.seed={options.seed}", *([f"gossip.rounds={options.rounds}"] if options.rounds else [])]
+    loaded = config.load(Path(__file__).parents[1] / "demo_gossip.toml", overrides)
+    victim = f"peer-{loaded.gossip.peers - 1}"
+    fleet = Fleet(loaded, run_folder(options.out, loaded), [Kill(victim, loaded.gossip.rounds // 3)])
+    fleet.quiet = options.json and not sys.stdout.isatty()
+    summary = fleet.run()
+    limit_s = loaded.gossip.timeout_s_max + 2.5 * loaded.gossip.local_steps * (summary["step_s"] or 0.0) + 0.5
+    checks = {
+        "the run reached its end": summary["complete"],
+        "validation loss fell": _fell(summary),
+        "a peer was killed": summary["kills"] == 1,
+        "the others' rounds went on": summary["longest_pause_s"] < limit_s,
+        "the victim cloned a state and exchanged again": victim in fleet.series.back,
+        "all peers hold the one mean model": set(summary["digests"].values()) == {summary["digest"]},
+        "every token has a fate": closes(summary),
+    }
+    summary["checks"] = checks
+    report(summary, options.json)
+    return 0 if all(checks.values()) else 1
+
+
 def _fell(summary: dict[str, Any]) -> bool:
     first, last = summary["val_loss_first"], summary["val_loss_last"]
     return first is not None and last is not None and last < 0.9 * first
@@ -63,7 +94,9 @@ def _merged_again(learner: Any) -> bool:
 
 
 def add_train(commands: Any) -> None:
-    parser = command(commands, "train", _train, "run a syncer, learners and an evaluator on this machine")
+    parser = command(
+        commands, "train", _train, "run a syncer, learners and an evaluator, or peers, on this machine"
+    )
     add_config(parser)
     parser.add_argument("--seed", type=int, default=None, help="the run's seed (run.seed)")
     parser.add_argument("--out", default="", help="run folder; default: a new one under run.out")

@@ -4,7 +4,7 @@ Everything that came over the network (names, reasons, notices) is cleaned befor
 characters reach the terminal and nothing is read as markup.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -61,12 +61,11 @@ def share(value: float | None) -> str:
 
 def show(series: Series) -> Group:
     """Return the table of learners, the lines of the run and its newest notices."""
-    notices = [Text(clean(f"{line.worker}: {line.text}"), level_style(line.level)) for line in series.lines]
+    notices = [Text(clean(f"{line.worker}: {line.text}"), _level(line.level)) for line in series.lines]
     return Group(_learners(series), *map(Text, _run(series)), *notices[-LINES_SHOWN:])
 
 
-def level_style(level: str) -> str:
-    """Return the style of a notice."""
+def _level(level: str) -> str:
     return "yellow" if level == "warning" else "dim"
 
 
@@ -129,11 +128,21 @@ class View:
     """Shows a series as it grows: `with View(series) as view`, then `view.update(now)` whenever records came.
 
     On a terminal the table is redrawn in place. Elsewhere every notice is a line, and every `period_s` one
-    line says how the run stands; no escape codes.
+    line says how the run stands; no escape codes. Any series will do that has `lines` and `line_count`, with
+    a way to be shown and a way to be said in a line.
     """
 
-    def __init__(self, series: Series, console: Console | None = None, *, period_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        series: Any,
+        console: Console | None = None,
+        *,
+        period_s: float = 5.0,
+        shown: Callable[[Any], Group] = show,
+        said: Callable[[Any], str] = status,
+    ) -> None:
         self.series = series
+        self._show, self._status = shown, said
         self.console = console or Console()
         self.period_s = period_s
         self.lines = 0  # of the series, shown so far
@@ -150,21 +159,21 @@ class View:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live:
-            self._live.update(show(self.series), refresh=True)
+            self._live.update(self._show(self.series), refresh=True)
             self._live.stop()
         else:
             self._plain()
-            self._say(status(self.series))
+            self._say(self._status(self.series))
 
     def update(self, now: float) -> None:
         """Show what is new. now: seconds on any clock that only grows, for the period of plain lines."""
         if self._live:
-            self._live.update(show(self.series), refresh=True)
+            self._live.update(self._show(self.series), refresh=True)
             return
         self._plain()
         if self._said_at is None or now - self._said_at >= self.period_s:
             self._said_at = now
-            self._say(status(self.series))
+            self._say(self._status(self.series))
 
     def _plain(self) -> None:
         new = self.series.line_count - self.lines
