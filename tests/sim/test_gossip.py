@@ -12,8 +12,7 @@ from archipel.sim.gossip_scenario import GossipOutcome, GossipRun, simulate
 from archipel.sim.network import LinkOptions
 from archipel.sim.rounds import gossip_round, one_straggler
 from archipel.sim.scenario import SimOptions
-from archipel.tape.record import Header
-from archipel.tape.tape import read, workers
+from archipel.tape.replay import verify
 
 MODEL_BYTES = 1e6
 CALM = {"start_s_max": 1e5, "timeout_s_max": 300.0}
@@ -163,25 +162,8 @@ def test_one_seed_gives_one_tape(tmp_path):
     assert first.figures().keys() == second.figures().keys()
 
 
-def test_tapes_say_what_their_machines_are_made_from(tmp_path):
-    simulate(run_of(3), folder=tmp_path)
-    headers: dict[str, Header] = {}
-    for file in workers(tmp_path):
-        tape = read(file.path)
-        next(iter(tape))
-        assert tape.header is not None
-        headers[file.worker] = tape.header
-    assert sorted(headers) == ["peer-00", "peer-01", "peer-02", "rendezvous"]
-    peer, rendezvous = headers["peer-01"].settings["machine"], headers["rendezvous"].settings["machine"]
-    assert peer == {
-        "role": "peer", "name": "peer-01", "run": "sim", "incarnation": peer["incarnation"],
-        "address": "peer-01", "shard": -1, "position": -1, "kept": -1,
-    }  # fmt: skip
-    assert rendezvous == {
-        "role": "rendezvous",
-        "name": "rendezvous",
-        "run": "sim",
-        "shards": 64,
-        "state": None,
-    }
-    assert headers["rendezvous"].settings["gossip"]["peers"] == 3
+def test_decisions_follow_from_the_tapes_alone_through_every_restart(tmp_path):
+    outcome = simulate(run_of(4, {"weather": STORM, "jitter": 0.1}, seed=3), folder=tmp_path)
+    assert outcome.engine.epochs > 1 and {fault.kind for fault in outcome.plan.fault} >= {"kill", "freeze"}
+    found = verify(tmp_path)
+    assert found.first_difference is None and found.equal and found.records == outcome.engine.handled

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import to_builtins
 
 from ..chaos.plan import Plan, play
@@ -20,6 +19,7 @@ from ..protocol import messages as m
 from ..protocol.peer import PeerMachine
 from ..protocol.rendezvous import RendezvousMachine
 from ..protocol.schedule import SyncOptions
+from ..tape.replay import seed_of
 from ..tape.tape import digest
 from .gossip import GossipEngine
 from .gossip_ports import GossipCosts, GossipPort
@@ -148,14 +148,10 @@ def _opening(engine: GossipEngine, settings: dict[str, Any]) -> Callable[[str, m
     """Return what says how a tape begins. settings: of the whole run."""
 
     def opening(worker: str, machine: m.Machine) -> Opening:
-        seed: dict[str, Any]
+        assert isinstance(machine, PeerMachine | RendezvousMachine)
         if isinstance(machine, RendezvousMachine):
-            state = None if engine.restored is None else msgspec.to_builtins(engine.restored)
-            seed = {"name": worker, "run": machine.run, "shards": machine.shards, "state": state}
-            return Opening(worker, f"{engine.epochs:03d}", {**settings, "machine": {"role": worker, **seed}})
-        assert isinstance(machine, PeerMachine)
-        names = ("role", "name", "run", "incarnation", "address", "shard", "position", "kept")
-        seed = {name: getattr(machine, name) for name in names}
-        return Opening(machine.role, machine.incarnation.replace(".", "-"), {"machine": seed})
+            seed = seed_of(machine, engine.restored)
+            return Opening(g.RENDEZVOUS, f"{engine.epochs:03d}", {**settings, **seed})
+        return Opening(machine.role, machine.incarnation.replace(".", "-"), seed_of(machine))
 
     return opening
