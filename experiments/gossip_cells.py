@@ -83,10 +83,10 @@ def _in_lock_step(config: Config, method: str) -> tuple[Figures, dict[str, Any]]
     config, corpus = fitted(config)
     options = options_of(config)
     figures = Figures(config, list(corpus.validation(config.evaluate.batches, config.evaluate.batch)))
-    names = [f"peer-{number:02d}" for number in range(options.peers)]
+    names = sorted(f"peer-{number}" for number in range(options.peers))
     peers = {name: LocalPeer(config, corpus) for name in names}
-    for shard, peer in enumerate(peers.values()):
-        peer.prepare({}, shard, 0)
+    for name, peer in peers.items():
+        peer.prepare({}, int(name.rpartition("-")[2]), 0)
     slow = {name: baselines.noloco_start(peer.state.anchor) for name, peer in peers.items()}
     tokens = models = 0
     for number in range(options.rounds):

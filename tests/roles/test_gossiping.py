@@ -53,7 +53,7 @@ def test_complete_graphs_are_diloco_as_the_syncer_does_it(n, scheme):
     _, losses = train_virtually(diloco, diloco.sim)
     outcome, figures = gossip_virtually(gossip, gossip.sim)
     assert losses.outer.states[0].version == 8
-    port = outcome.engine.desks["peer-01"].port
+    port = outcome.engine.desks["peer-1"].port
     assert isinstance(port, LocalPeer)
     torch.testing.assert_close(port.state.anchor, losses.outer.states[0].weights, atol=2e-6, rtol=0)
     last = figures.points[-1]
@@ -65,7 +65,7 @@ def test_complete_graphs_are_diloco_as_the_syncer_does_it(n, scheme):
 def test_the_mean_moves_by_the_drifts_alone_though_models_come_late(tmp_path: Path):
     """η = 1, γ = 0: what exchanges add to one peer they take from another, in time or later."""
     (tmp_path / "plan.toml").write_text(
-        '[[fault]]\nkind="slow"\nworker="peer-01"\nat_s=30.0\nfor_s=40.0\nfactor=4.0\n'
+        '[[fault]]\nkind="slow"\nworker="peer-1"\nat_s=30.0\nfor_s=40.0\nfactor=4.0\n'
     )
     config, corpus = fitted(load(None, [
         *SMALL, "gossip.peers=4", "gossip.rounds=24", "gossip.local_steps=3", "gossip.scheme=one_peer",
@@ -100,7 +100,7 @@ def test_the_mean_moves_by_the_drifts_alone_though_models_come_late(tmp_path: Pa
 
 
 def test_a_killed_peer_comes_back_as_a_clone_and_all_end_with_one_mean(tmp_path: Path):
-    (tmp_path / "plan.toml").write_text('[[fault]]\nkind="kill"\nworker="peer-02"\nat_s=12.0\nfor_s=8.0\n')
+    (tmp_path / "plan.toml").write_text('[[fault]]\nkind="kill"\nworker="peer-2"\nat_s=12.0\nfor_s=8.0\n')
     config = load(None, [*GOSSIP, "gossip.rounds=12", f"sim.faults={tmp_path / 'plan.toml'}"])
     adopted: list[str] = []
 
@@ -110,7 +110,7 @@ def test_a_killed_peer_comes_back_as_a_clone_and_all_end_with_one_mean(tmp_path:
 
     outcome, figures = gossip_virtually(config, config.sim, watch=watch)
     outcome.witness.check_end()
-    assert outcome.complete and adopted == ["peer-02"] and len(outcome.witness.accepted) == 3
+    assert outcome.complete and adopted == ["peer-2"] and len(outcome.witness.accepted) == 3
     assert figures.points[-1]["loss"] < 0.9 * figures.points[0]["loss"]
 
 

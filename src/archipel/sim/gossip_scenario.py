@@ -48,7 +48,7 @@ class GossipRun:
     @property
     def names(self) -> list[str]:
         """The planned peers: the fastest first, what is slow last."""
-        return [f"peer-{number:02d}" for number in range(self.options.peers)]
+        return [f"peer-{number}" for number in range(self.options.peers)]
 
     @property
     def compute(self) -> Run:
