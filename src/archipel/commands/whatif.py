@@ -178,6 +178,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _follow(options: argparse.Namespace, records: int) -> Any:
+    from ..roles.followed_peers import is_gossip, replay_gossip
     from ..roles.replaying import conditions, replay
     from ..roles.resuming import Work
     from ..roles.worker import StopFlag
@@ -186,6 +187,9 @@ def _follow(options: argparse.Namespace, records: int) -> Any:
     run = Path(options.run)
     for line in conditions(run):
         print(f"archipel: this replay may not be bit for bit: {line}", file=sys.stderr)
+    if is_gossip(run):
+        with Bar(records) as bar:
+            return replay_gossip(run, options.overrides, bar.show)
     work = Work(
         Path(options.work or run / "replay"), options.resume or bool(options.work), options.save_every
     )

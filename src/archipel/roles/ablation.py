@@ -14,12 +14,13 @@ import msgspec
 from ..config import Config, from_tree, override
 from ..errors import ConfigError
 
-SECTIONS = ("run", "sync", "model", "data", "optimizer")  # that a syncer's settings hold
+SECTIONS = ("run", "sync", "gossip", "model", "data", "optimizer")  # that a run's settings hold
 SYNC = {
     "fragmentation", "merge", "merge_granularity", "embedding_merge", "embedding_patterns", "exclude",
     "buffers", "outer_lr", "outer_momentum", "nesterov", "local_share", "push_codec", "update_codec",
     "codec_block", "error_feedback",
 }  # fmt: skip
+GOSSIP = {"form", "outer_lr", "outer_momentum", "codec"}
 DATA_FIXED = {
     "source": "which data was counted",
     "sequence": "tokens are counted in windows of it",
@@ -55,6 +56,8 @@ def _fixed(section: str, key: str) -> str:
         return f"and that stays: {why}; run it anew to learn of another" if why else ""
     if section == "run":
         return "which is in its data and model seeds already: change model.seed or data.seed"
+    if section == "gossip":
+        return "" if key in GOSSIP else f"and a replay may change gossip.{{{', '.join(sorted(GOSSIP))}}} only"
     if section != "sync":
         return f"and nothing of [{section}] takes part in a replay"
     if key in SYNC:

@@ -76,6 +76,11 @@ class LocalPeer:
         batches = self._validation
         return None if batches is None else lambda: evaluate(self.model, batches).loss
 
+    @property
+    def sequence(self) -> int:
+        """Tokens of one row."""
+        return self._stream.sequence
+
     def step(self, number: int, tick: int, rows: int | None = None) -> tuple[int, tuple[int, ...]]:
         """Take inner step `number` at the learning rate of `tick`; return its tokens, and ()."""
         batch = self._stream.next(self._config.data.batch if rows is None else rows)

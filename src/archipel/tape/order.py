@@ -8,8 +8,9 @@ same order, however much the hosts' clocks differ.
 Messages carry no number, so a received one is matched with the first equal one sent on its channel that is
 later than the last match there: channels are first in, first out, and what a cut channel lost is skipped.
 Payloads travel apart from what is small, and those of two fragments may overtake each other: between two
-workers there is one channel for messages without a payload and one for each fragment. A message that no tape
-sent (its tape is missing or torn) waits only until nothing else may come.
+workers there is one channel for messages without a payload and one for each fragment (of
+peers: one for each kind of payload). A message that no tape sent (its tape is missing or torn) waits only until
+nothing else may come.
 
 A syncer that is started again writes another tape, and nothing of it comes before the end of the one before:
 one run has one syncer at a time. Of a learner's name two processes may overlap, while one is turned away.
@@ -24,11 +25,18 @@ from typing import NamedTuple
 import xxhash
 
 from ..errors import TapeError
+from ..protocol.gossip import RENDEZVOUS, Final, Mean, Model, State
 from ..protocol.messages import SYNCER, Message, Push, Received, Send, StepCompleted, Tally, Update
 from .record import Record, encode
 from .tape import TapeFile, read, workers
 
 SMALL = -1  # the channel of messages without a payload
+GOSSIP: dict[type[Message], int] = {
+    Model: -2,
+    State: -3,
+    Final: -4,
+    Mean: -5,
+}  # and those of a peer's payloads
 
 
 class Ordered(NamedTuple):
@@ -92,7 +100,9 @@ class _Lane:
 
 
 def _link(worker: str, message: Message) -> _Link:
-    channel = message.fragment if isinstance(message, Push | Update) else SMALL
+    channel = GOSSIP.get(type(message), SMALL)
+    if isinstance(message, Push | Update):
+        channel = message.fragment
     return _Link(worker, channel, xxhash.xxh3_64_intdigest(encode(message)))
 
 
@@ -199,7 +209,8 @@ def ordered(run_dir: str | Path) -> Iterator[Ordered]:
     """
     lanes: list[_Lane] = []
     for tape in workers(run_dir):
-        before = [lane for lane in lanes if lane.worker == tape.worker == SYNCER]
+        alone = tape.worker in (SYNCER, RENDEZVOUS)
+        before = [lane for lane in lanes if alone and lane.worker == tape.worker]
         lanes.append(_Lane(tape, iter(read(tape.path)), before[-1] if before else None))
     return iter(_Merger(lanes))
 
