@@ -8,9 +8,9 @@ same order, however much the hosts' clocks differ.
 Messages carry no number, so a received one is matched with the first equal one sent on its channel that is
 later than the last match there: channels are first in, first out, and what a cut channel lost is skipped.
 Payloads travel apart from what is small, and those of two fragments may overtake each other: between two
-workers there is one channel for messages without a payload and one for each fragment (of
-peers: one for each kind of payload). A message that no tape sent (its tape is missing or torn) waits only until
-nothing else may come.
+workers there is one channel for messages without a payload and one for each fragment, of peers one for each
+kind of payload. A message that no tape sent (its tape is missing or torn) waits only until nothing else may
+come.
 
 A syncer that is started again writes another tape, and nothing of it comes before the end of the one before:
 one run has one syncer at a time. Of a learner's name two processes may overlap, while one is turned away.
