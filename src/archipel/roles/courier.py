@@ -187,6 +187,7 @@ class Courier:
             "digest": self._digest,
             "model_bytes_sent": self.mesh.kind_bytes("Model"),
             "state_bytes_sent": self.mesh.kind_bytes("State"),
+            "end_bytes_sent": self.mesh.kind_bytes("Final") + self.mesh.kind_bytes("Mean"),
             "bytes_in": self.mesh.bytes_in,
             "bytes_out": self.mesh.bytes_out,
         }

@@ -77,7 +77,7 @@ class Exchanges:
         self._state = state = PeerState(model, self.optimizer, self.options, self.evaluate)
         if self._found is not None:
             try:
-                state.restore(self._found.arrays(STATE), self._found.state)
+                self.round = state.restore(self._found.arrays(STATE), self._found.state)
             except PayloadError as error:
                 raise CheckpointError(f"{self._found.path}: {error}; name another --out") from None
         self._say(frames.Ready(state.schema, environment=environment))
