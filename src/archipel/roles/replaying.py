@@ -163,7 +163,9 @@ def _environment(file: TapeFile) -> dict[str, Any]:
         assert tape.header is not None
         if tape.header.role == m.SYNCER:
             return tape.header.environment
-        if isinstance(record.event, m.Prepared) and tape.header.role == "learner":
+        if tape.header.role != "learner":
+            return {}
+        if isinstance(record.event, m.Prepared):
             return record.event.environment
     return {}
 
