@@ -219,3 +219,28 @@ def test_being_a_hair_late_costs_no_step(transfer_s: float, steps: int) -> None:
     own = Pace(step_s=1.0)
     own.transfers.append(transfer_s)
     assert adapted_steps(g.GossipOptions(local_steps=5), own, 8.0) == steps
+
+
+def test_peers_that_fell_out_of_step_meet_again() -> None:
+    """Whoever is ahead of most others waits for them instead of missing them in every round to come."""
+    rig = run_of(6, scheme="one_peer", rounds=40, timeout_s_max=20.0, adapt=False)
+    rig.run(until=60.0)
+    for number in range(5):
+        rig.costs[f"p-{number}"] = Costs(step_s=6.0)
+    rig.run(until=150.0)
+    rig.costs.clear()
+    rig.run()
+    reports = [a.message for _, _, a in rig.actions(m.Send) if isinstance(a.message, g.Report)]
+    skipped = {report.round for report in reports if report.fate == "skipped"}
+    assert skipped and max(skipped) < 20
+
+
+def test_a_handshake_for_a_round_that_is_over_is_declined_at_the_end_too() -> None:
+    rig = run_of(2, rounds=2)
+    while (peer := rig.machines["p-0"]).state != "concluding":
+        rig.run(until=rig.now + 0.5)
+    assert isinstance(peer, PeerMachine)
+    meet = g.Meet("test", 1, 1, "view", "schema", "mixed", "p-0")
+    assert peer.handle(rig.now, m.Received("p-1", meet)) == [
+        m.Send("p-1", g.Decline(1, 2, "the round is over here"))
+    ]

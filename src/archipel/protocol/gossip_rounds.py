@@ -8,6 +8,7 @@ Invariants: one round is under way at most; an exchange needs a handshake that m
 applied only where the partner has ours of that round too; nothing is waited for longer than the timeout.
 """
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from . import gossip as g
@@ -26,6 +27,7 @@ from .exchange import (
 from .topology import RoundKey, Row, row_of, view_digest
 
 LATE_ROUNDS = 4  # how many rounds late a model may be
+LAGS = 4  # newest handshakes by which a peer sees that it is ahead
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Rounds:
     past: dict[int, Exchange] = field(default_factory=dict)
     early: dict[str, g.Meet] = field(default_factory=dict)
     others: dict[str, Others] = field(default_factory=dict)
+    lags: deque[int] = field(default_factory=lambda: deque(maxlen=LAGS))  # rounds others were behind
     failures: dict[str, int] = field(default_factory=dict)
     overdue: list[tuple[int, str]] = field(default_factory=list)  # late models to apply after mixing
     pace: Pace = field(default_factory=Pace)
@@ -162,6 +165,8 @@ class Rounds:
             return self._alarm(deadline)
         for name in awaited:
             self._fail(exchange, name, "timeout")
+        if awaited:  # who is ahead of the others waits longer from round to round, until they are there
+            self.pace.waited(now - exchange.offered_at)
         if exchange.received and not exchange.missing:
             self.pace.waited(max(exchange.received.values()) - exchange.offered_at)
         workers = tuple(name for name in exchange.row.partners if name in exchange.received)
@@ -174,12 +179,21 @@ class Rounds:
 
     def _deadline(self, exchange: Exchange) -> float:
         assert exchange.offered_at is not None
-        latest = exchange.offered_at + timeout_s(self.options, self.pace)
+        patient_s = self.options.timeout_s_max if self._ahead else timeout_s(self.options, self.pace)
+        latest = exchange.offered_at + patient_s
         if exchange.local_steps < self.options.local_steps and exchange.acknowledged:
             # Late by its link, not by choice: whoever it waits for now comes over the same link.
             usual = exchange.began_at + target_s(self.options, self._paces())
             return min(latest, max(usual, *exchange.got.values()))
         return latest
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether most of the newest handshakes were for rounds that are over here.
+
+        Nobody is there yet who could be kept waiting; going on would only mean to miss everybody again.
+        """
+        return len(self.lags) > 1 and sorted(self.lags)[(len(self.lags) - 1) // 2] > 0
 
     def _fail(self, exchange: Exchange, partner: str, reason: str) -> None:
         if (
@@ -263,11 +277,14 @@ class Rounds:
     def meet(self, now: float, sender: str, meet: g.Meet) -> list[m.Action]:
         """A handshake is here."""
         self.others[sender] = Others(meet.round, meet.step_s, meet.transfer_s)
+        self.failures[sender] = 0  # it may be late, but it is there
+        self.lags.append(max(self.round - meet.round, 0))
         exchange = self.exchange
-        if meet.round > self.round or exchange is None or (meet.round == self.round and self.phase == ""):
+        late = meet.round < self.round
+        if not late and (meet.round > self.round or exchange is None or self.phase == ""):
             self.early[sender] = meet
             return []
-        if meet.round < self.round or self.phase == "mixing":
+        if late or exchange is None or self.phase == "mixing":
             return [m.Send(sender, g.Decline(meet.round, self.round, "the round is over here"))]
         if reason := mismatch(exchange, self.identity, sender, meet):
             self._fail(exchange, sender, reason)
