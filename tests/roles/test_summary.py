@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
-from archipel.roles.summary import Losses, closes, consumed_by_data, thin_shares
+from archipel.protocol import gossip as g
+from archipel.protocol import messages as m
+from archipel.roles.summary import Losses, Paces, closes, consumed_by_data, thin_shares
+from archipel.tape.record import Record
 from archipel.train.data import JOURNAL
 
 
@@ -75,3 +78,22 @@ def test_a_learner_that_kept_less_than_half_is_warned_of() -> None:
     }
     (warning,) = thin_shares(fates)
     assert warning.startswith("slow: 31%") and "data.batch" in warning
+
+
+def test_a_peers_longest_pause_is_within_one_process_and_late_words_end_none() -> None:
+    paces = Paces()
+
+    def hear(t: float, sender: str, message: m.Message) -> None:
+        paces.take(Record(0, t, m.Received(sender, message)))  # type: ignore[arg-type]
+
+    def report(number: int, fate: g.Fate = "merged") -> g.Report:
+        return g.Report(number, 10, fate, 4, step_s=0.5, transfer_s=0.1, wait_s=0.25 * number)
+
+    hear(0.0, "a", g.Enrol("run", "a1", "x"))
+    hear(1.0, "a", report(0))
+    hear(3.0, "a", report(1))
+    hear(3.5, "a", report(0, "late"))
+    hear(90.0, "a", g.Enrol("run", "a2", "x"))  # died and came back: that is no pause of a process
+    hear(95.0, "a", report(7))
+    hear(96.0, "a", report(8))
+    assert (paces.longest_s, paces.longest_wait_s, paces.steps) == (2.0, 2.0, [0.5] * 4)
