@@ -156,6 +156,23 @@ def test_the_rendezvous_may_die_and_come_back_from_its_checkpoint() -> None:
     assert rig.finished[g.RENDEZVOUS].complete and rendezvous(rig).ledger.closes()
 
 
+def test_a_group_that_resumes_gathers_before_its_first_round() -> None:
+    rig = run_of(3, rounds=12)
+    rig.run(until=40.0)
+    state = rendezvous(rig).snapshot()
+    for name in ("p-0", "p-1", "p-2", g.RENDEZVOUS):
+        rig.kill(name)
+    rig.rendezvous(state)
+    rig.peer("p-0", kept=2)
+    rig.run(until=50.0)
+    rig.peer("p-1", kept=3)
+    rig.peer("p-2", kept=3)
+    rig.run()
+    assert rig.finished[g.RENDEZVOUS].complete
+    resumed = [action for t, _, action in rig.actions(g.Mix) if t > 40.0]
+    assert min(mix.round for mix in resumed) == 3 and all(mix.workers for mix in resumed)
+
+
 def test_a_peer_with_another_model_is_refused() -> None:
     rig = run_of(2)
     rig.run(until=2.0)

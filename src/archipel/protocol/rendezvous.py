@@ -35,7 +35,6 @@ class RendezvousState(Struct):
     positions: dict[str, int]
     ledger: Ledger
     schema: str = ""
-    begun: bool = False
     concluded: g.Concluded | None = None
     attempts: int = 0
 
@@ -128,24 +127,25 @@ class RendezvousMachine:
 
     def snapshot(self) -> RendezvousState:
         """Return what a checkpoint holds."""
-        begun = self.state != "gathering"
         return RendezvousState(
             self.epoch,
             self.taken,
             self.positions,
             self.ledger,
             self.schema,
-            begun,
             self.concluded,
             self.attempts,
         )
 
     def restore(self, state: RendezvousState) -> None:
-        """Go on from a checkpoint; call it before any event."""
+        """Go on from a checkpoint; call it before any event.
+
+        Peers that are under way say so as they enrol. A group that comes back from checkpoints gathers first,
+        so that none of them runs ahead alone.
+        """
         self.epoch, self.taken, self.positions = state.epoch, state.taken, state.positions
         self.ledger, self.schema, self.concluded = state.ledger, state.schema, state.concluded
         self.attempts = state.attempts
-        self.state = "running" if state.begun else "gathering"
 
     def handle(self, now: float, event: m.Event) -> list[m.Action]:
         """Return what to do about the event. Nothing happens any more once the machine has finished."""
