@@ -16,7 +16,14 @@ from .conftest import Rig, Worker
 
 pytestmark = pytest.mark.live
 
-GOSSIP = {"peers": 4, "rounds": 1_000_000, "local_steps": 8, "timeout_s_max": 3.0, "checkpoint_rounds": 4}
+GOSSIP = {
+    "peers": 4,
+    "rounds": 1_000_000,
+    "local_steps": 8,
+    "timeout_s_max": 3.0,
+    "lease_s": 2.0,
+    "checkpoint_rounds": 4,
+}
 PEERS = [f"peer-{number}" for number in range(4)]
 
 
