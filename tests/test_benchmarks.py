@@ -49,3 +49,9 @@ def test_memory_compares_learners_and_watches_rounds():
 @pytest.mark.parametrize("script", ["transport.py", "memory.py"])
 def test_help_says_what_is_measured(script):
     assert "Prints" in "\n".join(run(script, "--help"))
+
+
+def test_events_are_counted_three_ways():
+    lines = run("events.py", "--quick")
+    last = re.fullmatch(r"events: (\d+\.\d+) \(limit 1\.0\)", lines[-1])
+    assert last and float(last[1]) > 0 and len(lines) == 4

@@ -67,6 +67,7 @@ class Engine:
         self._faults = 0  # scheduled by the user and not over
         self._lives = 0
         self._said: list[m.Event] = []
+        self._ended = False  # the syncer that runs now, or ran last, has finished
         self._boot_syncer(None)
 
     # ---- workers ----
@@ -129,7 +130,7 @@ class Engine:
 
     def _boot_syncer(self, state: SyncerState | None) -> None:
         machine = SyncerMachine(self.run_name, self.sync, self.schema, self.settings, self.options.shards)
-        self.epochs, self.restored = self.epochs + 1, state
+        self.epochs, self.restored, self._ended = self.epochs + 1, state, False
         if state is not None:
             machine.restore(state)
         host = self._host(m.SYNCER, machine)
@@ -188,7 +189,7 @@ class Engine:
         heap, pop = self._heap, heapq.heappop
         last = self.handled + events
         while heap and heap[0][0] <= until and self.handled < last:
-            if self._over():
+            if self._ended and self._over():
                 break
             self.now, _, work, arguments = pop(heap)
             work(*arguments)
@@ -197,7 +198,7 @@ class Engine:
         return self
 
     def _over(self) -> bool:
-        return self.complete or (self.hosts[m.SYNCER].finished is not None and not self._faults)
+        return self.complete or (self._ended and not self._faults)
 
     @property
     def complete(self) -> bool:
@@ -228,7 +229,7 @@ class Engine:
 
     def handle(self, host: Host, event: m.Event, payload: Any) -> None:
         """Let a machine decide, record it, then carry out what it decided."""
-        if not host.alive:
+        if host.life == 0 or host.finished is not None:
             return
         if host.frozen:
             host.backlog.append((event, payload))
@@ -244,22 +245,22 @@ class Engine:
         match action:
             case m.Send(to=to, message=message):
                 self._send(host, to, message)
+            case m.Copy(fragments=fragments):
+                host.port.copy(fragments)
             case m.Apply(fragment=fragment, version=version):
                 host.pending.pop(fragment, None)
                 host.pending[fragment] = (version, payload)
                 if not host.stepping:
                     self.land(host)
+            case m.Wake(at=at):
+                host.alarm += 1
+                self.at(max(at, self.now), self._ring, host, host.alarm)
             case m.Fold():
                 self._work(host, self.options.fold_s, host.port.fold, action, payload)
             case m.Merge(fragment=fragment, version=version):
                 self._work(host, self.options.merge_s, host.port.merge, fragment, version)
             case m.Discard(fragment=fragment):
                 host.port.discard(fragment)
-            case m.Wake(at=at):
-                host.alarm += 1
-                self.at(max(at, self.now), self._ring, host, host.alarm)
-            case m.Copy(fragments=fragments):
-                host.port.copy(fragments)
             case m.Hold():
                 host.allowed = False
             case m.Resume():
@@ -372,6 +373,7 @@ class Engine:
     def _end(self, host: Host, finish: m.Finish) -> None:
         """A process ends in order: what it has sent arrives, then its channels close."""
         host.finished = finish
+        self._ended = self._ended or host.name == m.SYNCER
         mine: Sequence[Channel] = list(self.channels.values())
         for channel in mine if host.name == m.SYNCER else [self.channels[host.name]]:
             self._lose_later(channel, channel.link.latency_s + channel.link.notice_death_s, "closed")

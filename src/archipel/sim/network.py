@@ -26,7 +26,7 @@ class LinkOptions(Struct, frozen=True, forbid_unknown_fields=True):
     retry_s: float = 1.0  # pause between attempts to connect
 
 
-@dataclass
+@dataclass(slots=True)
 class Lane:
     """One direction, one kind of traffic. `free_at`: when its line is idle; `last_at`: its newest arrival."""
 
@@ -40,7 +40,7 @@ class Lane:
         return self.last_at
 
 
-@dataclass
+@dataclass(slots=True)
 class Parcel:
     """A message on its way, with its payload."""
 
@@ -51,7 +51,7 @@ class Parcel:
     connection: int  # the connection it was sent on
 
 
-@dataclass
+@dataclass(slots=True)
 class Channel:
     """The line between a learner and the syncer. `connection`: grows with every new one.
 

@@ -92,7 +92,7 @@ class CostPort:
         pass
 
 
-@dataclass
+@dataclass(slots=True)
 class Host:
     """One process: a machine, its port, its alarm."""
 

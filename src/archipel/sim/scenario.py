@@ -112,8 +112,6 @@ class Outcome:
         table = syncer.ledger.table()
         consumed = max(table["consumed"], 1)
         step_s = _median_step_s(engine)
-        participants = [len(workers) for _, _, _, workers in self.witness.merged]
-        ticks = [at for at, _ in self.witness.ticks]
         learners = [name for name, role in engine.roles.items() if role == "learner"]
         return {
             "complete": self.complete,
@@ -122,8 +120,8 @@ class Outcome:
             "virtual_s": round(engine.now, 6),
             "goodput": round(stepping_share(engine.pace, learners, engine.now), 6),
             "uptime": round(_uptime(engine), 6),
-            "rounds_per_step": round(syncer.tick / max(engine.now / step_s, 1e-9), 4) if ticks else 0.0,
-            "participants": round(sum(participants) / max(len(participants), 1), 4),
+            "rounds_per_step": round(syncer.tick / max(engine.now / step_s, 1e-9), 4),
+            "participants": round(self.witness.folded / max(self.witness.rounds, 1), 4),
             "merged_share": round(table["merged"] / consumed, 6),
             "tokens": {key: value for key, value in table.items() if isinstance(value, int)},
             "faults": len(self.plan.fault),
@@ -193,10 +191,20 @@ class Run:
         return float(sum(math.prod(spec.shape) for spec in self.schema))
 
 
-def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = None) -> Outcome:
-    """Run to the end, or to the horizon. `folder`: where tapes go, None for none; `watch`: sees every
-    record."""
-    witness = Witness(run.sync)
+def simulate(
+    run: Run,
+    *,
+    folder: Path | None = None,
+    watch: Record | None = None,
+    remember: bool = True,
+    digested: bool = True,
+) -> Outcome:
+    """Run to the end, or to the horizon.
+
+    folder: where tapes go, None for none; watch: sees every record; remember: the witness keeps what it saw,
+    so that memory grows with time; digested: read the tapes once more for their digest.
+    """
+    witness = Witness(run.sync, remember)
     settings = run.settings or {"sync": to_builtins(run.sync)}
     tapes: Tapes | None = None
 
@@ -228,7 +236,8 @@ def simulate(run: Run, *, folder: Path | None = None, watch: Record | None = Non
     outcome = Outcome(engine, witness, plan, engine.complete, time.perf_counter() - began)
     if tapes is not None:
         tapes.close()
-        outcome.tape, outcome.tape_digest = str(tapes.folder), digest(tapes.folder)
+        outcome.tape = str(tapes.folder)
+        outcome.tape_digest = digest(tapes.folder) if digested else ""
     return outcome
 
 

@@ -11,6 +11,9 @@ from ..protocol import messages as m
 from ..tape.record import Header, tape_path
 from ..tape.tape import TapeWriter
 
+HOLD_BYTES = 16_384  # written at once; nothing takes effect outside a simulation
+REASON = "end of the simulation"
+
 
 class Opening(Struct, frozen=True):
     """What the header of a process's tape says. `settings`: with what its machine is made again from."""
@@ -28,24 +31,25 @@ class Tapes:
     run: str
     machine: Callable[[str], m.Machine]  # a worker's present one
     opening: Callable[[str, m.Machine], Opening]
-    _writers: dict[int, TapeWriter] = field(default_factory=dict)  # by the machine's identity
-    _machines: list[m.Machine] = field(default_factory=list)  # kept, so that no identity is used twice
+    _open_now: dict[str, tuple[m.Machine, TapeWriter]] = field(default_factory=dict)  # by worker
 
     def record(self, worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
         """Append a record to the tape of the worker's present process."""
         machine = self.machine(worker)
-        writer = self._writers.get(id(machine))
-        if writer is None:
-            writer = self._writers[id(machine)] = self._open(worker, machine)
-            self._machines.append(machine)
-        writer.write(now, event, actions)
+        found = self._open_now.get(worker)
+        if found is None or found[0] is not machine:
+            if found is not None:
+                found[1].close(REASON)  # as many files are open as there are workers
+            found = self._open_now[worker] = machine, self._open(worker, machine)
+        found[1].write(now, event, actions)
 
     def _open(self, worker: str, machine: m.Machine) -> TapeWriter:
         opening = self.opening(worker, machine)
         header = Header(self.run, worker, opening.role, opening.incarnation, 0.0, opening.settings)
-        return TapeWriter(tape_path(self.folder, worker, opening.incarnation), header)
+        path = tape_path(self.folder, worker, opening.incarnation)
+        return TapeWriter(path, header, hold_bytes=HOLD_BYTES)
 
     def close(self) -> None:
         """End every tape."""
-        for writer in self._writers.values():
-            writer.close("end of the simulation")
+        for _, writer in self._open_now.values():
+            writer.close(REASON)

@@ -29,9 +29,11 @@ class LearnerView:
 
 @dataclass
 class Witness:
-    """`broken`: called with what is wrong; by default it raises AssertionError."""
+    """Raises AssertionError at what must not happen. `remember`: keep every tick, round and notice for those
+    who ask later; without it memory does not grow with time."""
 
     options: SyncOptions
+    remember: bool = True
     now: dict[str, float] = field(default_factory=dict)
     epoch: int = 1
     tick: int = 0
@@ -44,6 +46,8 @@ class Witness:
     folding: set[tuple[str, int]] = field(default_factory=set)  # of those, whose bytes are here
     learners: dict[str, LearnerView] = field(default_factory=dict)
     notices: list[tuple[float, str, str]] = field(default_factory=list)
+    rounds: int = 0
+    folded: int = 0  # pushes in those rounds
     wakes: int = 0
     events: int = 0
 
@@ -52,44 +56,58 @@ class Witness:
         self.events += 1
         assert now >= self.now.get(worker, now), f"{worker}: time ran backwards"
         self.now[worker] = now
-        for action in actions:
-            if isinstance(action, m.Wake):
-                self.wakes += 1
-                assert action.at >= now, f"{worker}: alarm at {action.at} set at {now}"
-            elif isinstance(action, m.Notice):
-                self.notices.append((now, worker, action.text))
         if worker == m.SYNCER:
             self._syncer(now, event, actions)
         else:
-            self._learner(self._view(worker, actions), event, actions)
+            self._learner(worker, now, event, actions)
+
+    def _common(self, worker: str, now: float, action: m.Action) -> None:
+        """Look at what both kinds of workers decide."""
+        if type(action) is m.Wake:
+            self.wakes += 1
+            assert action.at >= now, f"{worker}: alarm at {action.at} set at {now}"
+        elif type(action) is m.Notice and self.remember:
+            self.notices.append((now, worker, action.text))
 
     # ---- the syncer ----
 
     def _syncer(self, now: float, event: m.Event, actions: list[m.Action]) -> None:
-        self.versions = self.versions or [0] * self.options.fragments
+        if not self.versions:
+            self.versions = [0] * self.options.fragments
         match event:
-            case m.Merged(fragment=fragment, version=version):
-                assert version == self.versions[fragment] + 1, "a version was skipped"
-                self.versions[fragment] = version
-                self.merged.append((now, fragment, version, tuple(self.flying.pop(fragment))))
-            case m.Rejected(fragment=fragment, worker=worker):
-                self._over(worker, fragment)
+            case m.Received(sender=worker, message=message):
+                self._heard(worker, message, actions)
             case m.Folded(fragment=fragment, worker=worker):
                 self._over(worker, fragment)
                 self.flying[fragment].append(worker)
+            case m.Merged(fragment=fragment, version=version):
+                self._merged(now, fragment, version)
+            case m.Rejected(fragment=fragment, worker=worker):
+                self._over(worker, fragment)
             case m.Disconnected(worker=worker):
                 self._forget(worker)
-            case m.Received(sender=worker, message=m.Join()):
-                self._forget(worker)
-            case m.Received(sender=worker, message=m.Nothing() | m.Push() as answer):
-                refused = not any(isinstance(action, m.Fold) for action in actions)
-                if refused and self.asked.get((worker, answer.fragment)) == answer.tick:
-                    self.asked.pop((worker, answer.fragment))
         for action in actions:
-            if isinstance(action, m.Send) and isinstance(action.message, m.Welcome):
-                self._welcomed(action.message)
             self._decided(now, action)
         assert len(self.asked) <= self.options.pulls_max, f"{len(self.asked)} pushes under way"
+
+    def _heard(self, worker: str, message: m.AnyMessage, actions: list[m.Action]) -> None:
+        kind = type(message)
+        if kind is m.Push or kind is m.Nothing:
+            assert isinstance(message, m.Push | m.Nothing)
+            refused = not any(type(action) is m.Fold for action in actions)
+            if refused and self.asked.get((worker, message.fragment)) == message.tick:
+                del self.asked[worker, message.fragment]
+        elif kind is m.Join:
+            self._forget(worker)
+
+    def _merged(self, now: float, fragment: int, version: int) -> None:
+        assert version == self.versions[fragment] + 1, "a version was skipped"
+        self.versions[fragment] = version
+        workers = self.flying.pop(fragment)
+        self.rounds += 1
+        self.folded += len(workers)
+        if self.remember:
+            self.merged.append((now, fragment, version, tuple(workers)))
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         """A syncer that came back says where it begins again."""
@@ -113,72 +131,107 @@ class Witness:
 
     def _decided(self, now: float, action: m.Action) -> None:
         match action:
-            case m.Tally(tick=tick, workers=workers):
-                last = self.tick == self.options.steps == tick
-                assert tick == self.tick + 1 or last, f"tick {tick} after {self.tick}"
-                room = max(self.options.overlap_steps, 1) - len(self.flying)
-                assert room > 0, f"tick {tick} closed with rounds of {sorted(self.flying)} in flight"
-                need = 1 if self.options.quorum_live else self.options.quorum
-                assert len(set(workers)) == len(workers) >= need, f"tick {tick} closed with {workers}"
-                self.tick = tick
-                self.ticks.append((now, action))
-            case m.Send(to=worker, message=m.Pull(fragment=fragment, tick=tick, version=version)):
-                assert version == self.versions[fragment], f"{worker} is asked for version {version}"
-                assert tick <= self.tick, f"a pull of tick {tick} at {self.tick}"
-                same = fragment not in self.flying or self.began[fragment] == tick
-                assert same, f"two rounds of fragment {fragment}"
-                self.flying.setdefault(fragment, [])
-                self.began[fragment] = tick
-                self.asked[worker, fragment] = tick
-            case m.Fold(fragment=fragment, worker=worker, base=base, full=full, weight=weight):
-                key = (worker, fragment)
-                assert key in self.asked and key not in self.folding, f"{worker}: folded unasked, or twice"
-                kept = self.versions[fragment] - BASES_KEPT < base <= self.versions[fragment]
-                assert full or kept, f"base {base} is not kept: {self.versions[fragment]}"
-                assert weight > 0, f"{worker}: weight {weight}"
-                self.folding.add(key)
+            case m.Send(to=worker, message=message):
+                if type(message) is m.Pull:
+                    self._pulled(worker, message)
+                elif type(message) is m.Welcome:
+                    self._welcomed(message)
+            case m.Fold():
+                self._folding(action)
+            case m.Tally():
+                self._tallied(now, action)
             case m.Merge(fragment=fragment):
                 assert self.flying[fragment], "a merge of nothing"
                 assert not any(key[1] == fragment for key in self.asked), "merged before everything was here"
             case m.Discard(fragment=fragment):
                 self.flying.pop(fragment, None)
-            case m.Notice(text=text) if text.startswith("pull overdue"):
-                words = dict(word.split("=") for word in text.split()[2:])
-                self.asked.pop((words["worker"], int(words["fragment"])), None)
-            case m.Notice(text=text) if text.startswith("gone"):
-                self._forget(text.split()[1].removeprefix("worker="))
+            case m.Notice(text=text):
+                self._common(m.SYNCER, now, action)
+                self._noticed(text)
+            case _:
+                self._common(m.SYNCER, now, action)
+
+    def _tallied(self, now: float, tally: m.Tally) -> None:
+        tick, workers = tally.tick, tally.workers
+        last = self.tick == self.options.steps == tick
+        assert tick == self.tick + 1 or last, f"tick {tick} after {self.tick}"
+        room = max(self.options.overlap_steps, 1) - len(self.flying)
+        assert room > 0, f"tick {tick} closed with rounds of {sorted(self.flying)} in flight"
+        need = 1 if self.options.quorum_live else self.options.quorum
+        assert len(set(workers)) == len(workers) >= need, f"tick {tick} closed with {workers}"
+        self.tick = tick
+        if self.remember:
+            self.ticks.append((now, tally))
+
+    def _pulled(self, worker: str, pull: m.Pull) -> None:
+        fragment, tick, version = pull.fragment, pull.tick, pull.version
+        assert version == self.versions[fragment], f"{worker} is asked for version {version}"
+        assert tick <= self.tick, f"a pull of tick {tick} at {self.tick}"
+        same = fragment not in self.flying or self.began[fragment] == tick
+        assert same, f"two rounds of fragment {fragment}"
+        self.flying.setdefault(fragment, [])
+        self.began[fragment] = tick
+        self.asked[worker, fragment] = tick
+
+    def _folding(self, fold: m.Fold) -> None:
+        key = (fold.worker, fold.fragment)
+        assert key in self.asked and key not in self.folding, f"{fold.worker}: folded unasked, or twice"
+        version = self.versions[fold.fragment]
+        kept = version - BASES_KEPT < fold.base <= version
+        assert fold.full or kept, f"base {fold.base} is not kept: {version}"
+        assert fold.weight > 0, f"{fold.worker}: weight {fold.weight}"
+        self.folding.add(key)
+
+    def _noticed(self, text: str) -> None:
+        if text.startswith("pull overdue"):
+            words = dict(word.split("=") for word in text.split()[2:])
+            self.asked.pop((words["worker"], int(words["fragment"])), None)
+        elif text.startswith("gone"):
+            self._forget(text.split()[1].removeprefix("worker="))
 
     # ---- a learner ----
 
-    def _view(self, worker: str, actions: list[m.Action]) -> LearnerView:
-        view = self.learners.setdefault(worker, LearnerView())
-        for action in actions:
-            join = action.message if isinstance(action, m.Send) else None
-            if isinstance(join, m.Join) and join.incarnation != view.incarnation:
-                view = self.learners[worker] = LearnerView(incarnation=join.incarnation)
-        return view
-
-    def _learner(self, view: LearnerView, event: m.Event, actions: list[m.Action]) -> None:
-        match event:
-            case m.Received(message=m.Welcome(versions=versions)):
-                view.needed = len(versions)
-            case m.Applied(fragment=fragment):
-                view.held.add(fragment)
-            case m.StepCompleted(step=step):
-                assert view.needed >= 0 and len(view.held) == view.needed, "a step without a full model"
-                assert step == view.step + 1, f"step {step} after {view.step}"
-                view.step = step
+    def _learner(self, worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
+        view = self.learners.get(worker)
+        if view is None:
+            view = self.learners[worker] = LearnerView()
+        kind = type(event)
+        if kind is m.StepCompleted:
+            assert isinstance(event, m.StepCompleted)
+            assert len(view.held) == view.needed >= 0, "a step without a full model"
+            assert event.step == view.step + 1, f"step {event.step} after {view.step}"
+            view.step = event.step
+        elif kind is m.Applied:
+            assert isinstance(event, m.Applied)
+            view.held.add(event.fragment)
+        elif kind is m.Received:
+            assert isinstance(event, m.Received)
+            if type(event.message) is m.Welcome:
+                view.needed = len(event.message.versions)
         for action in actions:
             match action:
-                case m.Send(message=m.Progress()):
-                    assert len(view.held) == view.needed, "a report before a full model"
-                case m.Send(message=m.Push(steps=steps, tokens=tokens)):
-                    assert steps > 0 and tokens > 0, f"a push of {steps} steps, {tokens} tokens"
+                case m.Copy() | m.Apply():
+                    pass
+                case m.Send(message=message):
+                    view = self._said(worker, view, message)
                 case m.Hold():
                     assert not view.holding, "held twice"
                     view.holding = True
                 case m.Resume():
                     view.holding = False
+                case _:
+                    self._common(worker, now, action)
+
+    def _said(self, worker: str, view: LearnerView, message: m.AnyMessage) -> LearnerView:
+        """Look at what a learner sends; return its view, a new one where it is another process."""
+        match message:
+            case m.Progress():
+                assert len(view.held) == view.needed, "a report before a full model"
+            case m.Push(steps=steps, tokens=tokens):
+                assert steps > 0 and tokens > 0, f"a push of {steps} steps, {tokens} tokens"
+            case m.Join(incarnation=incarnation) if incarnation != view.incarnation:
+                view = self.learners[worker] = LearnerView(incarnation=incarnation)
+        return view
 
     # ---- what tests ask ----
 

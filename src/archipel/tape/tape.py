@@ -68,16 +68,23 @@ class _Format(msgspec.Struct):
 class TapeWriter:
     """Appends records to one tape. Not for several threads; compression runs on a thread of its own."""
 
-    def __init__(self, path: str | Path, header: Header, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Create the tape. Raises TapeError where there is one already, or the disk refuses."""
+    def __init__(
+        self, path: str | Path, header: Header, *, segment_bytes: int = SEGMENT_BYTES, hold_bytes: int = 0
+    ) -> None:
+        """Create the tape. Raises TapeError where there is one already, or the disk refuses.
+
+        hold_bytes: write once so many have come together: for simulations, where nothing takes effect
+        outside; 0: every record at once.
+        """
         self.path = Path(path)
         self.records = 0
         self.bytes = 0  # written to the operating system, before compression
         self._header = header
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self._hold_bytes = segment_bytes, hold_bytes
         self._segment = 0
         self._first = 0
-        self._size = 0
+        self._size = 0  # of the segment, what is held included
+        self._held = bytearray()
         self._fd = -1
         self._packer: ThreadPoolExecutor | None = None
         if not self.path.name.endswith(".jsonl") or split_name(self.path.name)[1]:
@@ -112,6 +119,7 @@ class TapeWriter:
             return
         try:
             self._append(encode(End("closed", self.records, reason)))
+            self._flush()
         finally:
             os.close(self._fd)
             self._fd = -1
@@ -124,18 +132,27 @@ class TapeWriter:
                 f"{self.path} is closed or broken and takes no more records: start a new incarnation"
             )
         line = b"%b%b\n" % (body, guard(body))
+        self._size += len(line)
+        self.bytes += len(line)
+        self._held += line
+        if len(self._held) >= self._hold_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Hand what is held to the operating system."""
+        held, self._held = self._held, bytearray()
         try:
-            done = os.write(self._fd, line)
-            while done < len(line):
-                done += os.write(self._fd, line[done:])
+            done = os.write(self._fd, held) if held else 0
+            while done < len(held):
+                done += os.write(self._fd, held[done:])
         except OSError as error:
+            self._size -= len(held)
+            self.bytes -= len(held)
             self._cut_back()
             raise TapeError(
                 f"{self.path}: record {self.records} was not written ({error}); free space or fix the disk: "
                 f"a worker may not act without its tape"
             ) from error
-        self._size += len(line)
-        self.bytes += len(line)
 
     def _cut_back(self) -> None:
         """Take away a half-written line, or else give the tape up: nothing may follow half a line."""
@@ -155,6 +172,7 @@ class TapeWriter:
 
     def _rotate(self) -> None:
         self._append(encode(End("rotated", self.records)))
+        self._flush()
         os.close(self._fd)
         self._fd = -1
         finished = rotated(self.path, self._segment)
