@@ -9,8 +9,11 @@ from archipel.errors import TapeError
 from archipel.roles.local import LocalLearner
 from archipel.train import data
 
-SMALL = ["sync.fragments=2", "sync.interval_steps=4", "sync.error_feedback=true", "model.width=16", "model.layers=1", "model.heads=2",
-         "model.vocabulary=256", "model.sequence=16", "data.sequence=16", "data.batch=4"]  # fmt: skip
+SMALL = [
+    "sync.fragments=2", "sync.interval_steps=4", "sync.error_feedback=true", "model.width=16",
+    "model.layers=1", "model.heads=2", "model.vocabulary=256", "model.sequence=16",
+    "data.sequence=16", "data.batch=4",
+]  # fmt: skip
 
 
 def learner(threads: int = 0) -> LocalLearner:
