@@ -84,3 +84,26 @@ def test_a_slow_line_makes_data_parallel_slow_and_its_compute_idle() -> None:
     far = ran(load(None, [*alone, "sim.all_reduce={sites=2, bytes_per_s=1e8}"]), 0).figures()
     assert far["virtual_s"] - near["virtual_s"] == pytest.approx(20 * (20 - 2 / 3), rel=0.01)
     assert far["goodput"] == pytest.approx(20 / far["virtual_s"], rel=0.01)
+
+
+# ---- large ----
+
+
+def test_a_thousand_learners_run_under_the_witness() -> None:
+    options = [
+        "sync.learners=1000", "data.shards=1000", "sync.steps=4", "sync.fragments=2", "sync.interval_steps=2",
+        "sync.overlap_steps=1", "sync.pulls_max=64", "sim.jitter=0.1",
+    ]  # fmt: skip
+    config = load(None, options)
+    outcome = simulate(Run(config.sync, config.sim, shards=config.data.shards), remember=False)
+    assert outcome.complete and outcome.engine.syncer.ledger.closes()
+    assert outcome.witness.folded > 0.9 * 1000 * outcome.witness.rounds > 0
+
+
+def test_what_a_witness_keeps_does_not_grow_unless_it_is_to_remember() -> None:
+    config = load(None, ["sync.learners=2", "sync.steps=50", "sync.outer_momentum=0.5"])
+    run = Run(config.sync, config.sim)
+    forgetful, mindful = (simulate(run, remember=remember).witness for remember in (False, True))
+    assert not forgetful.merged and not forgetful.ticks and not forgetful.notices
+    assert forgetful.rounds == mindful.rounds == len(mindful.merged)
+    assert forgetful.folded == sum(len(workers) for *_, workers in mindful.merged)

@@ -1,6 +1,8 @@
 """What if: `simulate`, `plan`, `replay`."""
 
 import argparse
+import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -25,7 +27,21 @@ def add_simulate(commands: Any) -> None:
         help="a table of the papers, from this simulator",
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seeds",
+        type=_seeds,
+        metavar="FROM:TO",
+        help="a storm for each of these seeds, TO excluded, without tapes: which of them fail",
+    )
+    parser.add_argument("--cores", type=int, default=0, help="processes that share the seeds; 0: all cores")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+
+def _seeds(text: str) -> range:
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FROM:TO with FROM below TO, as in 0:500")
+    return range(int(first), int(last))
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -43,9 +59,38 @@ def _simulate(options: argparse.Namespace) -> int:
         report(gasloc_rounds(), options.json)
     elif options.config is None:
         raise ArchipelError("simulate: give the TOML file of a run, or a table with --paper")
+    elif options.seeds is not None:
+        return _simulate_storms(options)
     else:
         return _simulate_run(options)
     return 0
+
+
+def _simulate_storms(options: argparse.Namespace) -> int:
+    from ..roles.storms import storms
+
+    began = time.monotonic()
+    load(options)  # what is wrong with the file is said once
+    kept = [word for text in options.overrides for word in ("--set", text)]
+    totals = {"storms": 0, "failed": 0, "events": 0, "faults": 0}
+    failed = []
+    for storm in storms(
+        options.config, options.overrides, options.seeds, options.cores or os.cpu_count() or 1
+    ):
+        totals["storms"] += 1
+        totals["events"] += storm.events
+        totals["faults"] += storm.faults
+        if storm.failure:
+            totals["failed"] += 1
+            words = ["archipel", "simulate", options.config, "--seed", str(storm.seed), *kept]
+            failed.append({"seed": storm.seed, "failure": storm.failure, "command": shlex.join(words)})
+            print(
+                f"seed {storm.seed}: {storm.failure}\n  {failed[-1]['command']}", file=sys.stderr, flush=True
+            )
+    seconds = time.monotonic() - began
+    figures = {"events_per_s": round(totals["events"] / seconds), "seconds": round(seconds, 3)}
+    report({**totals, **figures, "failures": failed}, options.json)
+    return 1 if failed else 0
 
 
 def _simulate_run(options: argparse.Namespace) -> int:

@@ -136,10 +136,13 @@ def simulate(run: GossipRun, *, folder: Path | None = None, watch: Record | None
     plan = storm(run.compute, run.names, m.SYNCER, g.RENDEZVOUS)
     play(plan, engine)
     began = time.perf_counter()
-    engine.run(until=run.sim.horizon_s)
+    try:
+        engine.run(until=run.sim.horizon_s)
+    finally:
+        if tapes is not None:
+            tapes.close()  # also of a run that the witness stopped: they are what one looks at then
     outcome = GossipOutcome(run, engine, witness, plan, engine.complete, time.perf_counter() - began)
     if tapes is not None:
-        tapes.close()
         outcome.tape, outcome.tape_digest = str(tapes.folder), digest(tapes.folder)
     return outcome
 

@@ -124,7 +124,7 @@ class Outcome:
             "participants": round(self.witness.folded / max(self.witness.rounds, 1), 4),
             "merged_share": round(table["merged"] / consumed, 6),
             "tokens": {key: value for key, value in table.items() if isinstance(value, int)},
-            "faults": len(self.plan.fault),
+            "faults": sum(fault.at_s <= engine.now for fault in self.plan.fault),
             "slices_failed": sum(island.slices.failures for island in engine.pace.islands.values()),
             "events": engine.handled,
             "events_per_s": round(engine.handled / max(self.wall_s, 1e-9)),
@@ -232,10 +232,13 @@ def simulate(
     plan = storm(run, names, m.SYNCER)
     play(plan, engine)
     began = time.perf_counter()
-    engine.run(until=run.sim.horizon_s)
+    try:
+        engine.run(until=run.sim.horizon_s)
+    finally:
+        if tapes is not None:
+            tapes.close()  # also of a run that the witness stopped: they are what one looks at then
     outcome = Outcome(engine, witness, plan, engine.complete, time.perf_counter() - began)
     if tapes is not None:
-        tapes.close()
         outcome.tape = str(tapes.folder)
         outcome.tape_digest = digest(tapes.folder) if digested else ""
     return outcome
