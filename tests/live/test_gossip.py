@@ -10,6 +10,7 @@ import pytest
 
 from archipel.protocol import gossip as g
 from archipel.protocol import messages as m
+from archipel.roles.followed_peers import replay_gossip
 from archipel.tape.replay import verify
 
 from .conftest import Rig, Worker
@@ -135,6 +136,8 @@ def test_every_decision_on_the_tapes_follows_from_its_events(busy: tuple[Rig, di
     assert found.equal and found.records > 1000, found.first_difference
     facts = msgspec.json.decode((rig.out / "rendezvous.json").read_bytes())
     assert facts["ledger_closes"] and facts["tokens"]["lost"] > 0
+    again = replay_gossip(rig.out, [])  # peers killed, cloned, late: every tensor comes out as it did
+    assert again.first_difference is None and again.compared > 100
 
 
 @pytest.mark.parametrize(("scheme", "partners"), [("one_peer", 1), ("two_peer", 2)])  # of as many others
