@@ -207,7 +207,12 @@ class PeerMachine:
     def _admitted(self, now: float, admitted: g.Admitted) -> list[m.Action]:
         if self.run and admitted.run != self.run:
             self.state = "finished"
-            return [m.Finish(f"run {admitted.run!r} is served there, not {self.run!r}", complete=False)]
+            return [
+                m.Finish(
+                    f"run {admitted.run!r} is served there, {self.run!r} wanted: check the address",
+                    complete=False,
+                )
+            ]
         self.donor = admitted.donor
         if self.state == "cloning":
             return self._ask_donor(now, admitted)
@@ -326,7 +331,7 @@ class PeerMachine:
         goodbye = m.Send(g.RENDEZVOUS, m.Leave(self.tokens, reason=reason))
         return [goodbye, m.Finish(reason or "the run is over", complete)]
 
-    def _conclusion(self, actions: list[m.Action] | None) -> list[m.Action]:
+    def _conclusion(self, actions: list[m.Action]) -> list[m.Action]:
         """Return what the end calls for; go, once nobody needs this peer any more."""
         over = self.conclusion.over
-        return [*(actions or []), *(self._leave("", complete=True) if over else [])]
+        return [*actions, *(self._leave("", complete=True) if over else [])]

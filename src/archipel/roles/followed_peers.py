@@ -173,7 +173,8 @@ class FollowedPeers:
                 self._compare(item, event, found)
                 return
         raise TapeError(
-            f"record {item.record.i} of {item.worker} answers an action that its tape does not hold"
+            f"record {item.record.i} of {item.worker} answers an action that its tape does not hold: "
+            "`--verify-only` says whether the tape is whole"
         )
 
     def _flush(self, process: Process) -> None:
