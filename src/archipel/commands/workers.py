@@ -111,6 +111,12 @@ def add_peer(commands: Any) -> None:
         metavar="HOST:PORT",
         help="where other peers reach this one",
     )
+    parser.add_argument(
+        "--advertise",
+        default="",
+        metavar="HOST:PORT",
+        help="where they do, if a gateway forwards to --listen",
+    )
     parser.add_argument("--resume", action="store_true", help="start from the newest valid checkpoint here")
 
 
@@ -122,7 +128,9 @@ def _peer(options: argparse.Namespace) -> int:
     options.name = name_of(options.name)
     half = exchanges_of(options.name, options.out, loaded.run.name)
     known = {"home": options.rendezvous, **_known(options, loaded)}
-    worker = peer_worker(half, listen=options.listen, resume=options.resume, **known)
+    worker = peer_worker(
+        half, listen=options.listen, advertise=options.advertise, resume=options.resume, **known
+    )
     train_peer(loaded, worker, half, threads=options.threads, nice=options.nice, device=options.device)
     return 0
 

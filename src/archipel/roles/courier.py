@@ -100,7 +100,9 @@ class Courier:
         if arguments.role != "peer":
             return LearnerMachine(**common, role=arguments.role)
         bound = self.mesh.listen(arguments.listen)
-        return PeerMachine(**common, address=reached_at(bound, arguments.home), kept=arguments.kept)
+        return PeerMachine(
+            **common, address=arguments.advertise or reached_at(bound, arguments.home), kept=arguments.kept
+        )
 
     # ---- the network's words, from its threads ----
 
@@ -258,6 +260,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shard", type=int, default=-1)
     parser.add_argument("--position", type=int, default=-1)
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port for other peers")
+    parser.add_argument("--advertise", default="", help="where they reach it, if not there")
     parser.add_argument("--kept", type=int, default=-1, help="round of the checkpoint the trainer holds")
     parser.add_argument("--network", default="{}", help="network options as JSON")
     return parser.parse_args(arguments)

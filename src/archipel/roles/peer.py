@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..config import Config
-from ..runtime.wire import NetworkOptions
+from ..runtime.wire import NetworkOptions, split_address
 from ..train.evaluate import evaluate
 from .exchanges import Exchanges
 from .result import export, save_tensors
@@ -41,6 +41,7 @@ class Peer:
         *,
         rendezvous: str,
         listen: str = "127.0.0.1:0",
+        advertise: str = "",
         name: str = "",
         run: str = "",
         out: str | Path = "out/peer",
@@ -51,6 +52,8 @@ class Peer:
         evaluate: Callable[[], float] | None = None,
     ) -> None:
         """rendezvous: "host:port". listen: where other peers reach this one; ":7001" is all interfaces.
+
+        advertise: "host:port" that others are told instead, of a gateway that forwards to `listen`.
 
         resume: start from the newest checkpoint in `out`. evaluate: returns the model's loss on validation
         data, for the figures at the end. The rest: see `Learner`.
@@ -63,6 +66,7 @@ class Peer:
         self.worker = peer_worker(
             self._exchanges,
             listen=listen,
+            advertise=advertise,
             resume=resume,
             home=rendezvous,
             name=name,
@@ -138,10 +142,12 @@ def exchanges_of(name: str, out: str | Path, run: str) -> Exchanges:
     return Exchanges(Path(out) / "checkpoints" / name, run)
 
 
-def peer_worker(half: Exchanges, *, listen: str, resume: bool, **known: Any) -> Worker:
+def peer_worker(half: Exchanges, *, listen: str, resume: bool, advertise: str = "", **known: Any) -> Worker:
     """Return a worker that is a peer. known: as `Worker` takes it."""
+    if advertise:
+        split_address(advertise, listening=False)  # an error now, and not at everybody else's
     worker = Worker(half, role="peer", **known)
-    worker.arguments += ["--listen", listen]
+    worker.arguments += ["--listen", listen, "--advertise", advertise]
     if resume:
         worker.arguments += ["--kept", str(half.find())]
     return worker
