@@ -183,11 +183,15 @@ class Rig:
 
     def run(self, until: float = 1e6) -> "Rig":
         while self.heap and self.heap[0][0] <= until and g.RENDEZVOUS not in self.finished:
-            self.now, _, work, arguments = heapq.heappop(self.heap)
-            work(*arguments)
+            self.run_one()
         if until < 1e6:
             self.now = max(self.now, until)
         return self
+
+    def run_one(self) -> None:
+        """Do what comes next."""
+        self.now, _, work, arguments = heapq.heappop(self.heap)
+        work(*arguments)
 
     def actions(self, kind: type, name: str | None = None) -> list[tuple[float, str, Any]]:
         return [

@@ -92,8 +92,8 @@ def check(rig: Rig) -> None:
     rounds: dict[str, int] = {}
     sent: set[tuple[str, str, int]] = set()
     for t, name, event, actions in rig.log:
-        if isinstance(event, m.Received) and isinstance(event.message, g.Admitted):
-            rounds[name] = -1
+        if any(isinstance(action, m.Prepare) for action in actions):
+            rounds[name] = -1  # a new process
         if isinstance(event, g.Offered):
             assert event.round > rounds[name], f"{name} makes round {event.round} twice"
             rounds[name] = event.round

@@ -17,6 +17,7 @@ from .topology import Scheme
 
 RENDEZVOUS = "rendezvous"
 Fate = Literal["merged", "late", "skipped", "alone"]
+Phase = Literal["gathering", "whole", "running", "ended", "over", "left"]
 Form = Literal["mixed", "local", "postmix", "drift"]
 DEFAULT_MOMENTUM = {"one_peer": 0.5, "one_peer_exponential": 0.3}  # all others 0.7
 
@@ -154,6 +155,17 @@ class Concluded(Message, frozen=True):
 # ---- messages: peer and peer ----
 
 
+class Standing(Message, frozen=True):
+    """Where a member of a list stands (`roster`); said on every new channel, and whenever it changes."""
+
+    run: str
+    members: str  # digest of the list's names
+    phase: Phase
+    round: int = -1  # of its state
+    root: str = ""  # whose weights it begins the run with, once that is decided
+    writer: str = ""  # who makes the mean that it takes part in
+
+
 class Meet(Message, frozen=True):
     """The handshake of a round: both must say the same, or both skip."""
 
@@ -218,7 +230,7 @@ class Mean(Message, frozen=True):
 
 GossipMessage = (
     Enrol | Admitted | Guest | View | Report | Ready | AtEnd | Conclude | Concluded
-    | Meet | Decline | Model | Got | Clone | State | Final | Mean
+    | Standing | Meet | Decline | Model | Got | Clone | State | Final | Mean
 )  # fmt: skip
 
 

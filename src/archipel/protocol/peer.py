@@ -22,6 +22,7 @@ from . import messages as m
 from .conclusion import Conclusion
 from .exchange import Exchange
 from .gossip_rounds import Rounds
+from .roster import Roster
 
 CLONE_S_MAX = 60.0  # for a donor to answer before another is asked for
 
@@ -46,6 +47,7 @@ class PeerMachine:
     position: int = -1
     kept: int = -1
     role: str = "peer"
+    roster: Roster | None = None  # a list that stands in for the rendezvous
     state: str = "connecting"
     donor: str = ""
     asked: str = ""  # the donor that our request has reached, or will
@@ -91,7 +93,9 @@ class PeerMachine:
 
     def handle(self, now: float, event: m.Event) -> list[m.Action]:
         """Return what to do about the event. Nothing happens any more once the machine has finished."""
-        return [] if self.state == "finished" else self._react(now, event)
+        if self.state == "finished":
+            return []
+        return self._react(now, event) if self.roster is None else self.roster.drive(now, event, self._react)
 
     def _react(self, now: float, event: m.Event) -> list[m.Action]:
         match event:

@@ -21,6 +21,7 @@ from ..protocol import messages as m
 from ..protocol.learner import LearnerMachine
 from ..protocol.peer import PeerMachine
 from ..protocol.rendezvous import RendezvousMachine, RendezvousState
+from ..protocol.roster import Roster
 from ..protocol.schedule import SyncOptions
 from ..protocol.syncer import SyncerMachine, SyncerState
 from .record import Header, Record
@@ -38,6 +39,7 @@ class MachineSeed(Struct):
     position: int = -1
     address: str = ""  # of a peer
     kept: int = -1
+    members: tuple[g.Address, ...] = ()  # of a list that stands in for a rendezvous
     schema: tuple[m.TensorSpec, ...] = ()
     shards: int = 0
     state: SyncerState | None = None  # what a resumed syncer was restored from
@@ -64,11 +66,17 @@ def seed_of(machine: AnyMachine, state: SyncerState | RendezvousState | None = N
             seed = MachineSeed(machine.role, machine.name, machine.run, machine.incarnation)
             seed.shard, seed.position = machine.shard, machine.position
             seed.address, seed.kept = machine.address, machine.kept
+            seed.members = machine.roster.members if machine.roster is not None else ()
         case LearnerMachine():
             seed = MachineSeed(machine.role, machine.name, machine.run, machine.incarnation)
             seed.shard, seed.position = machine.shard, machine.position
     plain: dict[str, Any] = msgspec.to_builtins(seed)
-    for name in ("address", "kept", "rendezvous"):  # a tape of learners and a syncer knows nothing of gossip
+    for name in (
+        "address",
+        "kept",
+        "members",
+        "rendezvous",
+    ):  # a tape of learners and a syncer knows nothing of gossip
         if getattr(seed, name) == getattr(MachineSeed("", ""), name):
             del plain[name]
     return {"machine": plain}
@@ -93,9 +101,12 @@ def machine_of(header: Header) -> AnyMachine:
                 rendezvous.restore(seed.rendezvous)
             return rendezvous
         case "peer":
-            return PeerMachine(
+            peer = PeerMachine(
                 seed.name, seed.incarnation, seed.run, seed.address, seed.shard, seed.position, seed.kept
             )
+            if seed.members:
+                peer.roster = Roster(seed.name, seed.members, settings)
+            return peer
         case _:
             return LearnerMachine(
                 seed.name, seed.incarnation, seed.run, seed.shard, seed.position, role=seed.role
