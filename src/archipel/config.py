@@ -4,6 +4,7 @@ Each section's class lives beside its owner; nothing below this file reads the w
 sections, and warnings that no single class can give, are here.
 """
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,6 +51,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: CheckpointOptions = CheckpointOptions()
     launch: LaunchOptions = LaunchOptions()
     sim: SimOptions = SimOptions()
+    members: dict[str, str] = {}  # of a gossip run without a rendezvous: peer -> "host:port"
 
 
 def load(path: str | Path | None, overrides: list[str] | None = None) -> Config:
@@ -132,6 +134,8 @@ def validate(config: Config) -> None:
         raise ConfigError(f"sync.{rule}")
     for rule in _broken_gossip(config.gossip, config.data.shards) if config.gossip else ():
         raise ConfigError(f"gossip.{rule}")
+    for rule in _broken_members(config):
+        raise ConfigError(f"[members] {rule}")
     if not config.run.name.strip():
         raise ConfigError("run.name is empty: it tells runs apart; give one")
     if config.checkpoint.keep < 1:
@@ -242,6 +246,19 @@ def _broken_gossip(gossip: GossipOptions, shards: int) -> list[str]:
     return broken
 
 
+def _broken_members(config: Config) -> list[str]:
+    members = config.members
+    if not members:
+        return []
+    if config.gossip is None:
+        return ["is of a gossip run: add a section [gossip], or start learners with --syncer"]
+    if len(members) != config.gossip.peers:
+        return [f"has {len(members)} peers and gossip.peers={config.gossip.peers}: make them equal"]
+    if len(set(members.values())) < len(members):
+        return ["gives one address to two peers: each listens at its own"]
+    return []
+
+
 def warnings(config: Config) -> list[str]:
     """Return what is allowed but unwise."""
     sync = config.sync
@@ -274,12 +291,16 @@ def dump(config: Config) -> str:
     """Return the whole configuration as TOML."""
     lines: list[str] = []
     for section, options in msgspec.to_builtins(config).items():
-        if options is None:
+        if options is None or options == {}:
             continue
         lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml(value)}" for key, value in options.items() if value is not None]
+        lines += [f"{_key(key)} = {_toml(value)}" for key, value in options.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
 
 
 def _toml(value: Any) -> str:

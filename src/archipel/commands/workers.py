@@ -7,9 +7,10 @@ from typing import Any
 from .shared import add_config, command, load
 
 
-def _add_worker(parser: argparse.ArgumentParser, home: str = "--syncer") -> None:
+def _add_worker(parser: argparse.ArgumentParser, home: str = "--syncer", *, required: bool = True) -> None:
     add_config(parser)
-    parser.add_argument(home, required=True, metavar="HOST:PORT")
+    note = None if required else "none: the others are those of the file's section [members]"
+    parser.add_argument(home, required=required, default="", metavar="HOST:PORT", help=note)
     parser.add_argument("--out", default="out/learner", help="folder for tape, journal and metrics")
     parser.add_argument("--nice", type=int, default=0, help="lower the priority of computing by so much")
     parser.add_argument(
@@ -103,14 +104,10 @@ def _known(options: argparse.Namespace, loaded: Any) -> dict[str, Any]:
 def add_peer(commands: Any) -> None:
     text = "train the run's built-in model as a peer of a gossip run"
     parser = command(commands, "peer", _peer, text)
-    _add_worker(parser, "--rendezvous")
+    _add_worker(parser, "--rendezvous", required=False)
     _add_trainer(parser)
-    parser.add_argument(
-        "--listen",
-        default="127.0.0.1:0",
-        metavar="HOST:PORT",
-        help="where other peers reach this one",
-    )
+    text = "where other peers reach this one; default: its address in [members], else any port of this host"
+    parser.add_argument("--listen", default="", metavar="HOST:PORT", help=text)
     parser.add_argument(
         "--advertise",
         default="",
@@ -126,8 +123,9 @@ def _peer(options: argparse.Namespace) -> int:
 
     loaded = load(options)
     options.name = name_of(options.name)
+    listed = None if options.rendezvous else loaded
     half = exchanges_of(options.name, options.out, loaded.run.name)
-    known = {"home": options.rendezvous, **_known(options, loaded)}
+    known = {"home": options.rendezvous, "listed": listed, **_known(options, loaded)}
     worker = peer_worker(
         half, listen=options.listen, advertise=options.advertise, resume=options.resume, **known
     )

@@ -159,7 +159,7 @@ class Standing(Message, frozen=True):
     """Where a member of a list stands (`roster`); said on every new channel, and whenever it changes."""
 
     run: str
-    members: str  # digest of the list's names
+    agreed: str  # digest of the list and the settings
     phase: Phase
     round: int = -1  # of its state
     root: str = ""  # whose weights it begins the run with, once that is decided

@@ -11,21 +11,39 @@ name among those present.
 A list cannot tell a peer that died from one that is cut off. Two groups that do not reach each other each end
 with a mean of their own; a rendezvous prevents that.
 
-Invariants: the list is the same for all, or there is no exchange (its digest is in every handshake); nobody
-concludes while a connected member is on its way to the end; of two attempts at a mean no two have a number.
+Invariants: list and settings are the same for all, or there is no exchange; nobody concludes while
+a connected member is on its way to the end; no two attempts at a mean have one number.
 """
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from . import gossip as g
 from . import messages as m
 from .topology import view_digest
 
 EPOCH = 1  # of a membership that never changes
+
+
+LOCAL = (("run", "out"), ("data", "path"), ("data", "cache"), ("data", "batch"), ("optimizer", "accumulate"))
+
+
+def agreed_digest(names: list[str], settings: dict[str, Any]) -> str:
+    """Return 16 hexadecimal digits of the list and of all settings but those a host may choose by itself."""
+    plain = {
+        section: {key: value for key, value in options.items() if (section, key) not in LOCAL}
+        if isinstance(options, dict)
+        else options
+        for section, options in settings.items()
+    }
+    text = msgspec.json.encode([view_digest(names), plain], order="deterministic")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 @dataclass
@@ -47,7 +65,10 @@ class Roster:
     round: int = -1  # of the state we have: a checkpoint's, or where we are
     root: str = ""  # whose weights we begin with
     writer: str = ""  # of the end under way
-    digest: str = ""  # of the names
+    digest: str = ""  # of what all must have in common
+    strangers: dict[str, None] = field(
+        default_factory=dict
+    )  # connected, and of another run, list or settings
     here: dict[str, g.Standing | None] = field(default_factory=dict)  # connected; None: has not spoken yet
     away: dict[str, Away] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)  # newest round a member was heard in
@@ -78,7 +99,7 @@ class Roster:
 
     def start(self, now: float) -> list[m.Action]:
         """The process begins: reach everybody."""
-        self.started_at, self.digest = now, view_digest(self.names)
+        self.started_at, self.digest = now, agreed_digest(self.names, self.settings)
         self.away = {name: Away(now) for name in self.others}
         return [g.Know(tuple(one for one in self.members if one.name != self.name))]
 
@@ -93,7 +114,8 @@ class Roster:
             events.append(m.Connected(g.RENDEZVOUS))
         actions += self.hear(now, event)
         if not isinstance(event, m.Woke):
-            events.append(event)
+            strange = isinstance(event, m.Received) and event.sender in self.strangers
+            events.extend(() if strange else (event,))
         elif now >= self.rings_at:
             self.rings_at = math.inf
             if now >= self.peer_alarm_at:
@@ -140,6 +162,7 @@ class Roster:
             case m.Connected(worker=worker) if worker in self.others:
                 self.here[worker] = None
                 self.away.pop(worker, None)
+                self.strangers.pop(worker, None)
                 return [m.Send(worker, self._standing())]
             case m.Disconnected(worker=worker) if worker in self.here:
                 last = self.here.pop(worker)
@@ -155,11 +178,12 @@ class Roster:
 
     def _heard(self, sender: str, standing: g.Standing) -> list[m.Action]:
         ours = (str(self.settings.get("run", {}).get("name", "")), self.digest)
-        if (standing.run, standing.members) != ours:
+        if (standing.run, standing.agreed) != ours:
             text = (
-                f"{sender} is of run {standing.run!r} with the list {standing.members}, we of {ours[0]!r} "
-                f"with {ours[1]}: no exchange with it; give all members the same file"
+                f"{sender} is of run {standing.run!r} with list and settings {standing.agreed}, we of "
+                f"{ours[0]!r} with {ours[1]}: no exchange with it; give all members the same file and data"
             )
+            self.strangers[sender] = None
             return [m.Notice(text, "warning")]
         self.here[sender] = standing
         self.over = self.over or standing.phase == "over"
@@ -221,6 +245,8 @@ class Roster:
         donor = max(self._heard_of("running", "ended"), key=self._newest, default="")
         if not donor and not self._gathered(now):
             return [], []
+        if not donor and self.others and not any(self.here.values()) and max(enrol.shard, enrol.round) >= 0:
+            return self._wait_for_one(now), []
         self.root = donor or self._common_root()
         self.asked = None
         shard = self.names.index(self.name)
@@ -241,6 +267,14 @@ class Roster:
             return True
         self.alarm_at = min(self.alarm_at, patient_until)
         return False
+
+    def _wait_for_one(self, now: float) -> list[m.Action]:
+        """We were in the run before, and nobody else is there: it is over, or all are coming back."""
+        self.alarm_at = min(self.alarm_at, now + self.options.start_s_max)
+        text = (
+            "nobody of the list is there: waiting; start them, or leave them out of [members] to go on alone"
+        )
+        return [m.Notice(text, "warning")]
 
     def _common_root(self) -> str:
         """Return the member whose weights the run begins with: the newest checkpoint, then the first name."""

@@ -7,6 +7,7 @@ when it dies.
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import platform
@@ -26,6 +27,7 @@ from ..protocol import gossip as g
 from ..protocol import messages as m
 from ..protocol.learner import LearnerMachine
 from ..protocol.peer import PeerMachine
+from ..protocol.roster import Roster
 from ..runtime import frames
 from ..runtime.courier import CourierCompute
 from ..runtime.host import Host, decode_envelope
@@ -75,7 +77,7 @@ class Courier:
             role=arguments.role,
             incarnation=machine.incarnation,
             started=time.time(),
-            settings=seed_of(machine),
+            settings={**_settings(machine), **seed_of(machine)},
             environment={"python": platform.python_version(), "host": platform.node(), "pid": os.getpid()},
         )
         self.tape = TapeWriter(tape_path(Path(arguments.out), arguments.name, machine.incarnation), header)
@@ -100,6 +102,8 @@ class Courier:
         if arguments.role != "peer":
             return LearnerMachine(**common, role=arguments.role)
         bound = self.mesh.listen(arguments.listen)
+        if arguments.members:
+            return PeerMachine(**common, kept=arguments.kept, roster=_roster(arguments))
         return PeerMachine(
             **common, address=arguments.advertise or reached_at(bound, arguments.home), kept=arguments.kept
         )
@@ -169,7 +173,10 @@ class Courier:
         """Serve until the machine finishes or the trainer dies."""
         threading.Thread(target=self._listen, name="archipel-channel", daemon=True).start()
         self.mesh.start()
-        self.mesh.dial(self.home, self.home_address)
+        if self.home_address:
+            self.mesh.dial(self.home, self.home_address)
+        else:
+            self.host.post(m.Woke())  # the machine's first word, where it has a list
         finish = self.host.run(self.tell_tick)
         self._say_goodbye(finish)
         self.mesh.stop(PARTING_S)
@@ -227,6 +234,17 @@ class Courier:
             drained.set()
 
 
+def _roster(arguments: argparse.Namespace) -> Roster:
+    members = tuple(g.Address(name, at) for name, at in json.loads(arguments.members).items())
+    return Roster(arguments.name, members, json.loads(arguments.settings))
+
+
+def _settings(machine: LearnerMachine | PeerMachine) -> dict[str, Any]:
+    """Return the run's settings where the machine has them from the start: a tape must be enough."""
+    roster = machine.roster if isinstance(machine, PeerMachine) else None
+    return roster.settings if roster is not None else {}
+
+
 def _certificate(arguments: argparse.Namespace) -> str:
     """Return whose certificate to show: the worker's own, or the one that its like share."""
     shared = "peer" if arguments.role == "peer" else "learner"
@@ -261,6 +279,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--position", type=int, default=-1)
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port for other peers")
     parser.add_argument("--advertise", default="", help="where they reach it, if not there")
+    parser.add_argument("--members", default="", help="a list instead of a home: name to host:port, as JSON")
+    parser.add_argument("--settings", default="{}", help="the run's, as JSON, where no home tells them")
     parser.add_argument("--kept", type=int, default=-1, help="round of the checkpoint the trainer holds")
     parser.add_argument("--network", default="{}", help="network options as JSON")
     return parser.parse_args(arguments)

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..config import Config
+from ..config import Config, load
+from ..errors import ConfigError
 from ..runtime.wire import NetworkOptions, split_address
 from ..train.evaluate import evaluate
 from .exchanges import Exchanges
+from .listing import member_arguments
 from .result import export, save_tensors
 from .worker import Metrics, Worker, name_of, train
 
@@ -39,8 +41,9 @@ class Peer:
         optimizer: torch.optim.Optimizer,
         scheduler: Any = None,
         *,
-        rendezvous: str,
-        listen: str = "127.0.0.1:0",
+        rendezvous: str = "",
+        members: str | Path = "",
+        listen: str = "",
         advertise: str = "",
         name: str = "",
         run: str = "",
@@ -51,7 +54,10 @@ class Peer:
         stopped: Callable[[], str] = lambda: "",
         evaluate: Callable[[], float] | None = None,
     ) -> None:
-        """rendezvous: "host:port". listen: where other peers reach this one; ":7001" is all interfaces.
+        """rendezvous: "host:port". members: instead of one, the run's TOML file with a section [members].
+
+        listen: where other peers reach this one; ":7001" is all interfaces; "": its address in the list, else
+        some port of this host alone.
 
         advertise: "host:port" that others are told instead, of a gateway that forwards to `listen`.
 
@@ -60,6 +66,8 @@ class Peer:
         """
         self.model = model
         name = name_of(name)
+        listed = load(members) if members else None
+        run = run or (listed.run.name if listed is not None else "")
         self._exchanges = exchanges_of(name, out, run)
         self._exchanges.optimizer, self._exchanges.evaluate = optimizer, evaluate
         self._exchanges.finished = self._leave_model
@@ -69,6 +77,8 @@ class Peer:
             advertise=advertise,
             resume=resume,
             home=rendezvous,
+            listed=listed,
+            own_model=True,
             name=name,
             run=run,
             out=out,
@@ -142,12 +152,28 @@ def exchanges_of(name: str, out: str | Path, run: str) -> Exchanges:
     return Exchanges(Path(out) / "checkpoints" / name, run)
 
 
-def peer_worker(half: Exchanges, *, listen: str, resume: bool, advertise: str = "", **known: Any) -> Worker:
-    """Return a worker that is a peer. known: as `Worker` takes it."""
+def peer_worker(
+    half: Exchanges,
+    *,
+    home: str,
+    listed: Config | None,
+    listen: str,
+    resume: bool,
+    advertise: str = "",
+    own_model: bool = False,
+    **known: Any,
+) -> Worker:
+    """Return a worker that is a peer. home: of the rendezvous, or `listed`: the run with its members. known:
+    as `Worker` takes it."""
+    told: list[str] = []
+    if bool(home) == (listed is not None):
+        raise ConfigError("a peer finds the others by a rendezvous or by a list of members: give one of them")
+    if listed is not None:
+        listen, told = member_arguments(listed, known["name"], listen, own_model=own_model)
     if advertise:
         split_address(advertise, listening=False)  # an error now, and not at everybody else's
-    worker = Worker(half, role="peer", **known)
-    worker.arguments += ["--listen", listen, "--advertise", advertise]
+    worker = Worker(half, role="peer", home=home, **known)
+    worker.arguments += ["--listen", listen or "127.0.0.1:0", "--advertise", advertise, *told]
     if resume:
         worker.arguments += ["--kept", str(half.find())]
     return worker

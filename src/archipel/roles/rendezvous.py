@@ -113,9 +113,7 @@ def open_rendezvous(config: configuration.Config, opening: Opening) -> Rendezvou
         raise CheckpointError(
             f"{directory} holds the state of a run: --resume goes on with it, another --out starts afresh"
         )
-    config = seeded(config)
-    config = msgspec.structs.replace(config, model=_model(config))
-    settings = configuration.settings_of(config, data_digest=data_digest(config, ""))
+    settings = settings_for(config)
     machine = RendezvousMachine(config.run.name, config.gossip, settings, config.data.shards)
     state = None
     if found is not None:
@@ -142,6 +140,13 @@ def open_rendezvous(config: configuration.Config, opening: Opening) -> Rendezvou
     log.info("listening address=%s run=%s", address, config.run.name)
     leave_address(opening.address_file, address)
     return role
+
+
+def settings_for(config: configuration.Config) -> dict[str, Any]:
+    """Return what peers of the built-in model are handed, with what is left to the data in it."""
+    config = seeded(config)
+    config = msgspec.structs.replace(config, model=_model(config))
+    return configuration.settings_of(config, data_digest=data_digest(config, ""))
 
 
 def _model(config: configuration.Config) -> ModelOptions:
