@@ -137,7 +137,7 @@ def test_every_decision_on_the_tapes_follows_from_its_events(busy: tuple[Rig, di
     facts = msgspec.json.decode((rig.out / "rendezvous.json").read_bytes())
     assert facts["ledger_closes"] and facts["tokens"]["lost"] > 0
     again = replay_gossip(rig.out, [])  # peers killed, cloned, late: every tensor comes out as it did
-    assert again.first_difference is None and again.compared > 100
+    assert again.first_difference is None and again.compared > 100 and again.conditions == []
 
 
 @pytest.mark.parametrize(("scheme", "partners"), [("one_peer", 1), ("two_peer", 2)])  # of as many others

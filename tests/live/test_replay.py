@@ -85,6 +85,35 @@ def test_a_replay_that_is_killed_and_interrupted_goes_on_to_the_same_bits(stormy
     assert found["equal"] and found["digest"] == stormy.facts()["digest"], found
 
 
+@pytest.mark.timeout(400)
+def test_a_replay_of_gossip_that_is_killed_and_interrupted_goes_on_to_the_same_bits(rig: Rig) -> None:
+    rig.write(
+        gossip={"peers": 3, "rounds": 40, "local_steps": 4, "checkpoint_rounds": 8},
+        data={"batch": 8},
+        sim={"compute": "tensors"},
+    )
+    storm = ["--set", "sim.weather={kill_s=60.0, mean_for_s=4.0}", "--out", str(rig.out)]
+    simulated = rig.archipel("simulated", "simulate", str(rig.config), *storm)
+    assert simulated.exit_code() == 0, simulated.output
+    whole = replayed(rig)
+    kept = rig.folder / "kept"
+    command = ["replay", str(rig.out), "--work", str(kept), "--save-every", "0"]
+    doomed = rig.archipel("killed", *command)
+    rig.wait(lambda: newest(kept) > 10, "it has kept something", alive=doomed)
+    doomed.signal(signal.SIGKILL)
+    doomed.exit_code()
+    before = newest(kept)
+    interrupted = rig.archipel("interrupted", *command, "--resume")
+    rig.wait(lambda: newest(kept) > before, "it has gone on", alive=interrupted)
+    interrupted.signal(signal.SIGTERM)
+    assert interrupted.exit_code() == 1
+    assert f"it goes on from {kept} with --resume" in interrupted.output
+    found = replayed(rig, "--work", str(kept), "--resume")
+    assert found["resumed_at"] > before > 0 and not kept.exists()
+    own = {"resumed_at": 0, "seconds": 0}
+    assert found["equal"] and {**found, **own} == {**whole, **own}
+
+
 def newest(folder: Path) -> int:
     """Return how many records the newest state in a folder has taken; 0 if there is none."""
     return max((int(path.name[5:]) for path in folder.glob("step-?????????")), default=0)

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +233,9 @@ def _follow(options: argparse.Namespace, records: int) -> Any:
     run = Path(options.run)
     for line in conditions(run):
         print(f"archipel: this replay may not be bit for bit: {line}", file=sys.stderr)
-    if is_gossip(run):
-        with Bar(records) as bar:
-            return replay_gossip(run, options.overrides, bar.show)
     work = Work(
         Path(options.work or run / "replay"), options.resume or bool(options.work), options.save_every
     )
+    follow: Callable[..., Any] = replay_gossip if is_gossip(run) else replay
     with Bar(records) as bar:
-        return replay(run, options.overrides, work=work, progress=bar.show, stopped=StopFlag())
+        return follow(run, options.overrides, work=work, progress=bar.show, stopped=StopFlag())

@@ -197,8 +197,8 @@ class FollowedLearners:
     def make(self, process: str, prepare: m.Prepare, prepared: m.Prepared) -> LocalLearner:
         """Return a port with this process's model built. TapeError if it had a model of its own."""
         port = self._build(Joined(prepare, prepared), prepare.position)
-        changed = _change(self.overrides, "model.", "sync.exclude", "sync.buffers")
-        if port.schema != prepared.schema and not changed:
+        allowed = changed(self.overrides, "model.", "sync.exclude", "sync.buffers")
+        if port.schema != prepared.schema and not allowed:
             raise TapeError(
                 f"{process} trained another model than the run's [model] describes, one of its user's own: "
                 "it cannot be followed; `--verify-only` works on any run"
@@ -213,10 +213,7 @@ class FollowedLearners:
 
     def _build(self, joined: Joined, position: int) -> LocalLearner:
         settings, environment = joined.prepare.settings, joined.prepared.environment
-        config = ablated(settings, self.overrides)
-        if "accumulate" in environment and not _change(self.overrides, "optimizer.accumulate"):
-            own = msgspec.structs.replace(config.optimizer, accumulate=environment["accumulate"])
-            config = msgspec.structs.replace(config, optimizer=own)
+        config = self.config(joined)
         port = LocalLearner(
             config,
             self.corpus(config, settings),
@@ -226,13 +223,21 @@ class FollowedLearners:
         port.prepare(settings, joined.prepare.shard, position)
         return port
 
+    def config(self, joined: Joined) -> Config:
+        """Return the run's configuration with what is this process's own, and what is changed, in it."""
+        config, environment = ablated(joined.prepare.settings, self.overrides), joined.prepared.environment
+        if "accumulate" not in environment or changed(self.overrides, "optimizer.accumulate"):
+            return config
+        own = msgspec.structs.replace(config.optimizer, accumulate=environment["accumulate"])
+        return msgspec.structs.replace(config, optimizer=own)
+
     def corpus(self, config: Config, settings: dict[str, Any]) -> Corpus:
         """Return the run's data. TapeError if what is here is other data, and nobody asked for that."""
         key = msgspec.json.encode(config.data)
         if key not in self._corpora:
             self._corpora[key] = data.load(config.data)
         corpus, theirs = self._corpora[key], settings.get("data_digest", "")
-        if theirs and corpus.digest != theirs and not _change(self.overrides, "data."):
+        if theirs and corpus.digest != theirs and not changed(self.overrides, "data."):
             raise TapeError(
                 f"the data here has the digest {corpus.digest}, the run's {theirs}: bring the run's token "
                 "file here and name it with --set data.path=FILE"
@@ -245,6 +250,6 @@ def device_here(environment: dict[str, Any]) -> str:
     return "cuda" if environment.get("device", "cpu") != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _change(overrides: list[str], *keys: str) -> bool:
+def changed(overrides: list[str], *keys: str) -> bool:
     """Whether any override is of an option that begins so."""
     return any(text.strip().startswith(keys) for text in overrides)

@@ -24,10 +24,10 @@ from ..sim.ports import Record
 from ..sim.scenario import SimOptions
 from ..train import data, models, optim
 from ..train.evaluate import evaluate
-from ..train.gossip import PeerState
+from ..train.gossip import Held, PeerState
 from ..train.models import Batch
 from ..train.options import fit
-from .local import Corpus
+from .local import Corpus, train_on, trained
 from .syncer import seeded
 
 Saved = tuple[dict[str, np.ndarray], dict[str, Any]]
@@ -105,6 +105,22 @@ class LocalPeer:
         """Return a copy of the whole state."""
         arrays = {name: array.copy() for name, array in self.state.arrays().items()}
         return arrays, self.state.facts(number)
+
+    # ---- stopping on the way ----
+
+    @property
+    def position(self) -> int:
+        """Tokens of the shard drawn so far."""
+        return self._stream.position
+
+    def trained(self) -> dict[str, np.ndarray]:
+        """Return by name every array that the next step depends on; the rest is `PeerState.held`."""
+        return trained(self.model, self._optimizer)
+
+    def load(self, arrays: dict[str, np.ndarray], held: Held) -> None:
+        """Go on from both, after `prepare` with the `position` that belongs to them."""
+        train_on(self.model, self._optimizer, arrays)
+        self.state.hold(held)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import PayloadError, TapeError
@@ -130,29 +130,18 @@ class LocalLearner:
 
     def state(self) -> dict[str, np.ndarray]:
         """Return by name every array that the next step depends on, without a copy on a CPU."""
-        found = {f"model/{name}": _array(tensor) for name, tensor in self.model.state_dict().items()}
-        for index, moments in self._optimizer.state_dict()["state"].items():
-            found |= {f"optimizer/{index}/{key}": _array(tensor) for key, tensor in moments.items()}
+        found = trained(self.model, self._optimizer)
         for kind, held in self._by_fragment().items():
             found |= {f"{kind}/{fragment}": array for fragment, array in held.items()}
         return found
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         """Go on from `state`, after `prepare` with the `position` that belongs to it."""
-        moments: dict[int, dict[str, Tensor]] = {}
-        weights = {}
+        train_on(self.model, self._optimizer, state)
         for key, array in state.items():
             kind, _, name = key.partition("/")
-            if kind == "model":
-                weights[name] = torch.from_numpy(array)
-            elif kind == "optimizer":
-                index, _, moment = name.partition("/")
-                moments.setdefault(int(index), {})[moment] = torch.from_numpy(array)
-            else:
+            if kind in self._by_fragment():
                 self._by_fragment()[kind][int(name)] = array
-        self.model.load_state_dict(weights)
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
     def _by_fragment(self) -> dict[str, dict[int, np.ndarray]]:
         return {"copy": self._copies, "base": self._bases, "residual": self._residuals}
@@ -162,6 +151,30 @@ def compute_on(threads: int) -> None:
     """Have torch compute on so many threads from now on; 0: leave it."""
     if threads and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Return a model's tensors and its optimizer's moments by name, without a copy on a CPU."""
+    found = {f"model/{name}": _array(tensor) for name, tensor in model.state_dict().items()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        found |= {f"optimizer/{index}/{key}": _array(tensor) for key, tensor in moments.items()}
+    return found
+
+
+def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, np.ndarray]) -> None:
+    """Take over what `trained` returned; other names are left out."""
+    moments: dict[int, dict[str, Tensor]] = {}
+    weights = {}
+    for key, array in state.items():
+        kind, _, name = key.partition("/")
+        if kind == "model":
+            weights[name] = torch.from_numpy(array)
+        elif kind == "optimizer":
+            index, _, moment = name.partition("/")
+            moments.setdefault(int(index), {})[moment] = torch.from_numpy(array)
+    model.load_state_dict(weights)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 def _array(tensor: Tensor) -> np.ndarray:

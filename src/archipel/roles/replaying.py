@@ -3,30 +3,36 @@
 What the tapes record decides everything but the bits of a float, and those depend on torch, the CPU's
 instructions and the number of threads (which is taken from the tape): `conditions` says where this process
 differs. A replay that takes long keeps in a work folder what it would go on from (`roles.resuming`).
+`carry_out` drives any replay; `Replaying` is that of a run with a syncer, gossip's is in
+`roles.followed_peers`.
 """
 
 import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 
 from ..errors import ArchipelError
 from ..protocol import messages as m
-from ..tape.follow import Follower, Ports, starts
-from ..tape.order import ordered
+from ..tape.follow import Follower, LearnerPort, Ports, starts
+from ..tape.order import Ordered, ordered
 from ..tape.record import Record
 from ..tape.tape import TapeFile, read, workers
 from ..tape.tape import digest as tape_digest
 from ..train import models
 from ..train.evaluate import evaluate
-from .followed import Difference, FollowedLearners, FollowedSyncer, device_here
-from .resuming import Keeper, Work
+from .followed import Difference, FollowedLearners, FollowedSyncer, Joined, SyncerAt, device_here
+from .local import LocalLearner
+from .resuming import Arrays, Keeper, Resumable, Work
 
 Progress = Callable[[int, int], None]  # records done, newest tick
+Found = TypeVar("Found", bound=msgspec.Struct)
+TRAINING = ("learner", "peer")  # roles whose processes have tensors of their own
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -65,20 +71,65 @@ def replay(
     says so, the replay is kept and ReplayStopped raised. evaluated: give the validation loss though nothing
     was changed.
     """
-    began = time.monotonic()
     replaying = Replaying(run_dir, overrides)
+
+    def found() -> Replayed:
+        return replaying.result(evaluated=evaluated or bool(overrides))
+
+    return carry_out(replaying, run_dir, found, work=work, progress=progress, stopped=stopped)
+
+
+def carry_out(
+    replaying: Resumable,
+    run_dir: Path,
+    result: Callable[[], Found],
+    *,
+    work: Work | None,
+    progress: Progress | None,
+    stopped: Callable[[], object],
+) -> Found:
+    """Take every record that was not taken yet; return the result, with the seconds that this process took.
+
+    work, progress, stopped: as `replay` takes them. What is kept goes once the result is there.
+    """
+    began = time.monotonic()
     keeper = None if work is None else Keeper(work, replaying)
     if keeper is not None:
         keeper.begin()
-    replaying.run(progress, stopped, keeper)
-    found = replaying.result(evaluated=evaluated or bool(overrides))
+    tick = 0
+    for item in islice(ordered(run_dir), replaying.records, None):
+        replaying.take(item)
+        tick = _tick(item.record, tick)
+        if progress is not None:
+            progress(replaying.records, tick)
+        if keeper is not None and keeper.due():
+            keeper.save()
+        if stopped():
+            kept = keeper.save() if keeper is not None else ""
+            raise ReplayStopped(f"the replay was stopped after {replaying.records} records; {kept}")
+    found = result()
     if keeper is not None:
         keeper.clear()
     return msgspec.structs.replace(found, seconds=round(time.monotonic() - began, 3))
 
 
+def _tick(record: Record, tick: int) -> int:
+    """Return the newest tick: the syncer tells it, a peer counts it by itself."""
+    stepped = [record.event.tick] if isinstance(record.event, m.StepCompleted) else []
+    return max([tick, *stepped, *(action.tick for action in record.actions if isinstance(action, m.Tally))])
+
+
+class Kept(msgspec.Struct):
+    """Where a replay stands between two records; payloads and tensors stand apart."""
+
+    follower: bytes  # of `Follower.state`
+    payloads: int
+    syncer: SyncerAt
+    learners: list[tuple[str, int, Joined]]  # process, position of its data, what it was made from
+
+
 class Replaying:
-    """One replay on its way."""
+    """One replay on its way, of a run with a syncer (`resuming.Resumable`)."""
 
     def __init__(self, run_dir: Path, overrides: list[str]) -> None:
         self.overrides = overrides
@@ -91,25 +142,18 @@ class Replaying:
         self.follower = Follower(Ports(self.learners.make, self.syncer), self.begun, taped)
         self._run_dir = run_dir
 
-    def run(
-        self, progress: Progress | None, stopped: Callable[[], object], keeper: Keeper | None = None
-    ) -> None:
-        """Take every record that was not taken yet."""
-        tick = 0
-        for item in islice(ordered(self._run_dir), self.follower.records, None):
-            self.follower.take(item)
-            tick = _tick(item.record, tick)
-            if progress is not None:
-                progress(self.follower.records, tick)
-            if keeper is not None and keeper.due():
-                keeper.save()
-            if stopped():
-                kept = keeper.save() if keeper is not None else ""
-                raise ReplayStopped(f"the replay was stopped after {self.follower.records} records; {kept}")
-        self.follower.close(self._facts().get("versions", ()))
+    @property
+    def records(self) -> int:
+        """Records taken so far."""
+        return self.follower.records
+
+    def take(self, item: Ordered) -> None:
+        """Do what was done at the next record."""
+        self.follower.take(item)
 
     def result(self, *, evaluated: bool) -> Replayed:
-        """Return what came out."""
+        """Return what came out, when all records are taken."""
+        self.follower.close(self._facts().get("versions", ()))
         digest, recorded = self.syncer.outer.digest(), str(self._facts().get("digest", ""))
         at = self.syncer.at
         return Replayed(
@@ -117,7 +161,7 @@ class Replaying:
             digest=digest,
             recorded_digest=recorded,
             tape_digest=self.tape,
-            records=self.follower.records,
+            records=self.records,
             merges=at.compared,
             first_difference=at.first,
             conditions=conditions(self._run_dir),
@@ -139,9 +183,32 @@ class Replaying:
         model.load_state_dict(state, strict=False)
         return evaluate(model, corpus.validation(config.evaluate.batches, config.evaluate.batch)).loss
 
+    # ---- stopping on the way ----
 
-def _tick(record: Record, tick: int) -> int:
-    return max([tick, *(action.tick for action in record.actions if isinstance(action, m.Tally))])
+    def kept(self) -> tuple[bytes, Arrays]:
+        """Return the state, and the arrays it refers to: payloads under their numbers."""
+        follower, payloads = self.follower.state()
+        at, tensors = self.syncer.state()
+        arrays = {"payloads": {str(number): np.asarray(item) for number, item in enumerate(payloads)}}
+        arrays["syncer"] = tensors
+        learners = []
+        for number, (process, port) in enumerate(self.follower.learners.items()):
+            assert isinstance(port, LocalLearner)
+            arrays[f"learner-{number}"] = port.state()
+            learners.append((process, port.position, self.learners.joined[process]))
+        return msgspec.msgpack.encode(Kept(follower, len(payloads), at, learners)), arrays
+
+    def restore(self, state: bytes, arrays: Arrays) -> None:
+        """Go on from `kept`."""
+        kept = msgspec.msgpack.decode(state, type=Kept)
+        self.syncer.load(kept.syncer, arrays.get("syncer", {}))
+        learners: dict[str, LearnerPort] = {}
+        for number, (process, position, joined) in enumerate(kept.learners):
+            port = self.learners.again(process, joined, position)
+            port.load(arrays[f"learner-{number}"])
+            learners[process] = port
+        payloads = [arrays["payloads"][str(number)] for number in range(kept.payloads)]
+        self.follower.restore(kept.follower, payloads, learners)
 
 
 # ---- conditions ----
@@ -151,27 +218,27 @@ def conditions(run_dir: Path) -> list[str]:
     """Return what recorded processes had otherwise than this one, of what can change a bit of a result."""
     found: dict[str, list[str]] = {}
     for file in workers(run_dir):
-        for line in _differing(_environment(file)):
+        for line in _differing(*_environment(file)):
             found.setdefault(line, []).append(file.worker)
     return [f"{line} ({', '.join(dict.fromkeys(names))})" for line, names in sorted(found.items())]
 
 
-def _environment(file: TapeFile) -> dict[str, Any]:
-    """Return what a process said of itself: a learner when it was prepared, the syncer in its header."""
+def _environment(file: TapeFile) -> tuple[str, dict[str, Any]]:
+    """Return a role and what its process said of itself: the syncer in its header, others once prepared."""
     tape = read(file.path)
     for record in tape:
         assert tape.header is not None
         if tape.header.role == m.SYNCER:
-            return tape.header.environment
-        if tape.header.role != "learner":
-            return {}
+            return m.SYNCER, tape.header.environment
+        if tape.header.role not in TRAINING:
+            return "", {}
         if isinstance(record.event, m.Prepared):
-            return record.event.environment
-    return {}
+            return tape.header.role, record.event.environment
+    return "", {}
 
 
-def _differing(recorded: dict[str, Any]) -> list[str]:
-    computed_here = device_here(recorded)
+def _differing(role: str, recorded: dict[str, Any]) -> list[str]:
+    computed_here = "cpu" if role == "peer" else device_here(recorded)  # peers are followed on a CPU
     here = {
         "torch": str(torch.__version__),
         "cpu": torch.backends.cpu.get_cpu_capability(),

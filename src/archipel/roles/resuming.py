@@ -1,8 +1,9 @@
 """What a replay keeps on disk, so that one which was interrupted goes on with the same result.
 
-Kept between two records: how far the tapes were taken, every payload in flight, the syncer's weights and
-momentum with the versions that a later process of it begins with, and of each learner its weights, the
-optimizer's moments, copies, bases, residuals and data position. What is read from the tapes is not kept.
+Kept between two records: how far the tapes were taken, every payload in flight, and all tensors that a later
+step, merge or exchange depends on. What they are is the replay's own affair (`roles.replaying` of a run with
+a syncer, `roles.followed_peers` of gossip): it hands over bytes and named arrays, and takes them back. What
+is read from the tapes is not kept.
 
 Invariants: written as a checkpoint is (`runtime.checkpoint`: atomic, checksummed, a kill changes nothing); it
 is used for the same tape with the same changes only.
@@ -13,24 +14,24 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+import torch
+from torch import Tensor
 
 from ..errors import CheckpointError
 from ..runtime import checkpoint
-from ..tape.follow import LearnerPort
-from .followed import Joined, SyncerAt
-from .local import LocalLearner
-
-if TYPE_CHECKING:
-    from .replaying import Replaying
+from ..tape.order import Ordered
 
 log = logging.getLogger("archipel")
 
 MARK = "a replay"  # what its checkpoints say they are of
 EVERY_S = 60.0
+REMEDY = "name another --work folder, or start anew without --resume and --work"
+Arrays = dict[str, dict[str, np.ndarray]]  # file -> name -> array
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,42 @@ class Work:
 
 
 class Saved(msgspec.Struct):
-    """The state of a replay; its arrays stand apart, payloads under their numbers."""
+    """The state of a replay; its arrays stand apart. `state`: as `Resumable.kept` returned it."""
 
     tape: str
     overrides: list[str]
-    follower: str  # of `Follower.state`
-    payloads: int
-    syncer: SyncerAt
-    learners: list[tuple[str, int, Joined]]  # process, position of its data, what it was made from
+    state: bytes
+
+
+class Resumable(Protocol):
+    """A replay on its way. `tape`: digest of the run's tapes. `resumed_at`: records that were done before."""
+
+    tape: str
+    overrides: list[str]
+    resumed_at: int
+
+    @property
+    def records(self) -> int:
+        """Records taken so far."""
+        ...
+
+    def take(self, item: Ordered) -> None:
+        """Do what was done at the next record."""
+        ...
+
+    def kept(self) -> tuple[bytes, Arrays]:
+        """Return all that is needed to go on from between these two records; the arrays need no copy."""
+        ...
+
+    def restore(self, state: bytes, arrays: Arrays) -> None:
+        """Go on from `kept`. msgspec.DecodeError if the state is of another release."""
+        ...
 
 
 class Keeper:
     """Keeps one replay's state in a folder."""
 
-    def __init__(self, work: Work, replaying: "Replaying") -> None:
+    def __init__(self, work: Work, replaying: Resumable) -> None:
         self._work, self._replaying = work, replaying
         self._saved_at = time.monotonic()
 
@@ -97,61 +120,69 @@ class Keeper:
         except OSError:
             return  # not there, or the user's
 
-    # ---- there ----
+    # ---- there and back ----
 
     def _write(self) -> None:
         replaying = self._replaying
-        follower, payloads = replaying.follower.state()
-        at, tensors = replaying.syncer.state()
-        arrays = {"payloads": {str(number): np.asarray(item) for number, item in enumerate(payloads)}}
-        arrays["syncer"] = tensors
-        learners = []
-        for number, (process, port) in enumerate(replaying.follower.learners.items()):
-            assert isinstance(port, LocalLearner)
-            arrays[f"learner-{number}"] = port.state()
-            learners.append((process, port.position, replaying.learners.joined[process]))
-        saved = Saved(replaying.tape, replaying.overrides, follower.decode(), len(payloads), at, learners)
+        state, arrays = replaying.kept()
+        saved = Saved(replaying.tape, replaying.overrides, state)
         checkpoint.save(
             self._work.folder,
-            replaying.follower.records,
+            replaying.records,
             {file: named for file, named in arrays.items() if named},
-            msgspec.json.encode(saved),
+            msgspec.msgpack.encode(saved),
             run=MARK,
             keep=1,
         )
 
-    # ---- and back ----
-
     def _restore(self, found: checkpoint.Checkpoint) -> None:
-        saved = self._checked(found)
-        replaying = self._replaying
-        arrays: dict[str, dict[str, Any]] = {file: found.arrays(file) for file in found.files}
-        replaying.syncer.load(saved.syncer, arrays.get("syncer", {}))
-        learners: dict[str, LearnerPort] = {}
-        for number, (process, position, joined) in enumerate(saved.learners):
-            port = replaying.learners.again(process, joined, position)
-            port.load(arrays[f"learner-{number}"])
-            learners[process] = port
-        payloads = [arrays["payloads"][str(number)] for number in range(saved.payloads)]
-        replaying.follower.restore(saved.follower.encode(), payloads, learners)
-        replaying.resumed_at = replaying.follower.records
-
-    def _checked(self, found: checkpoint.Checkpoint) -> Saved:
-        """Return what is kept. CheckpointError if it is of another tape, or of another ablation."""
-        remedy = "name another --work folder, or start anew without --resume and --work"
         try:
-            saved = msgspec.json.decode(found.state, type=Saved)
+            saved = msgspec.msgpack.decode(found.state, type=Saved)
+            self._check(found.path, saved)
+            self._replaying.restore(saved.state, {file: found.arrays(file) for file in found.files})
         except msgspec.DecodeError as error:
-            raise CheckpointError(f"{found.path} does not fit this release ({error}): {remedy}") from None
+            raise CheckpointError(f"{found.path} does not fit this release ({error}): {REMEDY}") from None
+        self._replaying.resumed_at = self._replaying.records
+
+    def _check(self, path: Path, saved: Saved) -> None:
+        """Raise CheckpointError if what is kept is of another tape, or of another ablation."""
         if saved.tape != self._replaying.tape:
             raise CheckpointError(
-                f"{found.path} is of a replay of other tapes (digest {saved.tape}, here "
-                f"{self._replaying.tape}): {remedy}"
+                f"{path} is of a replay of other tapes (digest {saved.tape}, here "
+                f"{self._replaying.tape}): {REMEDY}"
             )
         if saved.overrides != self._replaying.overrides:
             theirs, ours = (
                 " ".join(f"--set {text}" for text in overrides) or "no --set"
                 for overrides in (saved.overrides, self._replaying.overrides)
             )
-            raise CheckpointError(f"{found.path} is of a replay with {theirs}, this one has {ours}: {remedy}")
-        return saved
+            raise CheckpointError(f"{path} is of a replay with {theirs}, this one has {ours}: {REMEDY}")
+
+
+# ---- values with tensors in them ----
+
+
+def apart(value: Any) -> tuple[bytes, dict[str, np.ndarray]]:
+    """Return a value of structs and dataclasses as bytes, and by number the arrays in it, each once."""
+    arrays: dict[str, np.ndarray] = {}
+    numbers: dict[int, int] = {}
+
+    def number(held: Any) -> int:
+        if not isinstance(held, np.ndarray | Tensor):
+            raise NotImplementedError(f"a {type(held).__name__} cannot be kept")
+        if id(held) not in numbers:
+            numbers[id(held)] = len(arrays)
+            arrays[str(len(arrays))] = held if isinstance(held, np.ndarray) else held.numpy()
+        return numbers[id(held)]
+
+    return msgspec.msgpack.encode(value, enc_hook=number), arrays
+
+
+def together(state: bytes, kind: type[T], arrays: dict[str, np.ndarray]) -> T:
+    """Return the value of this kind that `apart` took apart."""
+
+    def held(wanted: type, number: Any) -> Any:
+        array = arrays[str(number)]
+        return torch.from_numpy(array) if wanted is Tensor else array
+
+    return msgspec.msgpack.decode(state, type=kind, dec_hook=held)

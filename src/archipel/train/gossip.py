@@ -57,6 +57,21 @@ class Sum:
     refused: list[str] = field(default_factory=list)  # members whose models are none, or not finite
 
 
+@dataclass
+class Held:
+    """All that a peer holds between two actions beside its model and its optimizer. Nothing is copied."""
+
+    steps: int
+    anchor: Tensor
+    remembered: Tensor
+    lost: Tensor | None
+    rounds: dict[int, Round]
+    captured: dict[tuple[int, str], np.ndarray]
+    final: np.ndarray | None
+    sum: tuple[int, Sum] | None
+    mean: Tensor | None
+
+
 class Facts(msgspec.Struct, frozen=True):
     """What a captured state says of itself beside its tensors."""
 
@@ -165,6 +180,27 @@ class PeerState:
     def digest(self) -> str:
         """Return xxh3 of the anchor."""
         return _digest(self.anchor)
+
+    def held(self) -> Held:
+        """Return what `hold` goes on from, given a model and an optimizer as they are now."""
+        return Held(
+            steps=self.steps,
+            anchor=self.anchor,
+            remembered=self.remembered,
+            lost=self._lost,
+            rounds=self._rounds,
+            captured=self._captured,
+            final=self._final,
+            sum=self._sum,
+            mean=self._mean,
+        )
+
+    def hold(self, held: Held) -> None:
+        """Go on from `held`; the tensors are ours from then on."""
+        self.steps, self._lost = held.steps, held.lost
+        self.anchor, self.remembered = held.anchor, held.remembered
+        self._rounds, self._captured = held.rounds, held.captured
+        self._final, self._sum, self._mean = held.final, held.sum, held.mean
 
     # ---- a round ----
 
