@@ -122,6 +122,12 @@ def test_a_gossip_runs_figures_are_those_of_its_rendezvous(tmp_path: Path) -> No
     settled = sum(peer["rounds"] for peer in figures["learners"].values())
     assert settled == sum(figures["gossip"]["partners"]["exchanges"].values()) == len(outcome.witness.mixed)
     assert figures["gossip"]["round_s"]["median"] > 10
+    for path in (tmp_path / "tape").glob("rendezvous*"):
+        path.unlink()
+    alone = figures_of(tmp_path)  # as of a run whose members stand in a list
+    differ = {fate for fate, count in figures["tokens"].items() if alone["tokens"][fate] != count}
+    assert differ <= {"unmerged", "lost"}  # a tape knows the last step of a process; who lost it, not always
+    assert alone["rounds"] == figures["rounds"] and alone["tokens"]["merged"] > 0
 
 
 # ---- without the learners' tapes ----

@@ -265,7 +265,10 @@ def test_a_storm_passes(seed: int) -> None:
     assert set(rig.finished) == set(rig.costs) - late, remedy
     means = rig.accepted()
     complete = {name for name, finish in rig.finished.items() if finish.complete}
-    assert set(means) == complete and len(set(means.values())) == 1, (remedy, means)  # others heard: it is over
+    assert set(means) == complete and len(set(means.values())) == 1, (
+        remedy,
+        means,
+    )  # others heard: it is over
 
 
 def came_after_the_end(rig: ListRig) -> set[str]:

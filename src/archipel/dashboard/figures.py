@@ -108,6 +108,8 @@ class Figures:
             if before is not None and not before.ended:
                 self._died(process.worker, before.last_s or record.t)
             self._pace(process.worker, record.t).begins(record.t)
+            if process.header is not None and process.header.role == "peer":
+                self.gossip.peer_begins(process.worker, process.header)
 
     def _pace(self, worker: str, now: float) -> Pace:
         return self.paces.setdefault(worker, Pace(self.cover, now, now))
@@ -117,6 +119,7 @@ class Figures:
         self.died[worker] += 1
         self.deaths.append(death)
         self._recovering[worker] = death
+        self.gossip.peer_died(worker)
 
     # ---- learners ----
 

@@ -1,7 +1,8 @@
-"""What only a gossip run has among its figures: exchanges, waits for partners, the rendezvous' ledger.
+"""What only a gossip run has among its figures: exchanges, waits for partners, the ledger.
 
-Fed the rendezvous' tape, whose machine decides again along it, and the peers'. Invariant: memory does not
-grow with the run.
+Fed the rendezvous' tape, whose machine decides again along it, and the peers'. Where no rendezvous has a tape
+(the members stand in a list), the ledger is that of the peers whose tapes are here. Invariant: memory does
+not grow with the run.
 """
 
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 
 from ..protocol import gossip as g
 from ..protocol import messages as m
+from ..protocol.ledger import Ledger
 from ..protocol.rendezvous import RendezvousMachine
 from ..tape.record import Header, Record
 from ..tape.replay import machine_of
@@ -28,6 +30,8 @@ class Gossip:
     round_s: Sample = field(default_factory=Sample)  # between two rounds that a peer settled
     wait_s: Sample = field(default_factory=Sample)  # for partners, of each round, as peers report
     transfer_s: Sample = field(default_factory=Sample)
+    ledger: Ledger = field(default_factory=lambda: Ledger(1, kind="gossip"))  # as peers' tapes have it
+    _skipped: dict[str, dict[int, int]] = field(default_factory=dict)
     _settled_at: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def begin(self, header: Header) -> None:
@@ -47,9 +51,26 @@ class Gossip:
             if isinstance(action, m.Finish):
                 self.complete = action.complete
 
+    def peer_begins(self, worker: str, header: Header) -> None:
+        """A process of a peer starts."""
+        self.ledger.begin(worker, header.incarnation)
+        self._skipped[worker] = {}
+        told = self.ledger.fates(worker)["consumed"]
+        position = int(header.settings.get("machine", {}).get("position", -1))
+        if position > told:  # of the process before it, and not on its tape any more
+            self.ledger.tail(worker, position - told)
+
+    def peer_died(self, worker: str) -> None:
+        """A process of a peer is gone without a goodbye."""
+        account = self.ledger.accounts.get(worker)
+        if account is not None and account.open:
+            self.ledger.lose(worker)
+
     def peer(self, worker: str, record: Record) -> None:
         """Take a peer's next record."""
         match record.event:
+            case m.StepCompleted(tokens=tokens) if worker in self.ledger.accounts:
+                self.ledger.reported(worker, self.ledger.accounts[worker].current + tokens)
             case g.Mixed(round=number):
                 self.rounds = max(self.rounds, number + 1)
                 self.settled[worker] += 1
@@ -58,13 +79,32 @@ class Gossip:
                     self.round_s.add(record.t - last[1])
                 self._settled_at[worker] = number, record.t
         for action in record.actions:
-            if isinstance(action, g.Mix):
-                self.partners[len(action.workers)] += 1
+            match action:
+                case g.Mix(workers=workers):
+                    self.partners[len(workers)] += 1
+                case m.Send(to=g.RENDEZVOUS, message=message):
+                    self._said(worker, message)
+                case m.Finish(complete=complete) if self.machine is None:
+                    self.complete = self.complete or complete
+
+    def _said(self, worker: str, message: m.AnyMessage) -> None:
+        """A peer tells a rendezvous, or its list, what became of its tokens."""
+        if worker not in self.ledger.accounts:
+            return
+        match message:
+            case g.Report(round=number, tokens=tokens, fate=fate):
+                self.ledger.settle_round(worker, number, tokens, fate, self._skipped[worker])
+                if self.machine is None and fate != "late":
+                    self.wait_s.add(message.wait_s)
+                    self.transfer_s.add(message.transfer_s)
+            case m.Leave(tokens=tokens):
+                self.ledger.left(worker, tokens, [])
 
     @property
     def fates(self) -> dict[str, Any]:
-        """The rendezvous' ledger: tokens by fate; empty without one."""
-        return self.machine.ledger.table() if self.machine is not None else {}
+        """The ledger: tokens by fate; empty where no tape of a peer or a rendezvous is here."""
+        ledger = self.machine.ledger if self.machine is not None else self.ledger
+        return ledger.table() if ledger.accounts else {}
 
     def table(self) -> dict[str, Any] | None:
         """Return the figures of exchanges; None where there were none."""

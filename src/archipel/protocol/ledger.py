@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
+SKIPPED_KEPT = 64  # newest skipped rounds of a peer, which may yet be late
 FATES = ("merged", "overwritten", "absent", "lost", "unmerged")
 GOSSIP_FATES = ("merged", "late", "skipped", "alone", "lost", "unmerged")
 
@@ -175,11 +176,22 @@ class Ledger(Struct):
         setattr(line, fate, getattr(line, fate) + max(total - line.settled, 0))
         line.settled = max(line.settled, total)
 
-    def corrected(self, worker: str, tokens: int) -> None:
-        """The exchange of a round that was skipped came late, and was applied."""
-        line = self.accounts[worker].lines[0]
-        moved = min(tokens, line.skipped)
-        line.skipped, line.late = line.skipped - moved, line.late + moved
+    def settle_round(self, worker: str, number: int, total: int, fate: str, skipped: dict[int, int]) -> None:
+        """A peer's round is over, as `settle`; or, "late", the exchange of a skipped one came after all.
+
+        skipped: rounds that were, with the tokens of each; the caller keeps it, one for each incarnation.
+        """
+        if fate == "late":
+            line = self.accounts[worker].lines[0]
+            moved = min(skipped.pop(number, 0), line.skipped)
+            line.skipped, line.late = line.skipped - moved, line.late + moved
+            return
+        before = self.settled(worker)
+        self.settle(worker, total, fate)
+        if fate == "skipped":
+            skipped[number] = self.settled(worker) - before
+            while len(skipped) > SKIPPED_KEPT:
+                skipped.pop(next(iter(skipped)))
 
     # ---- landings ----
 

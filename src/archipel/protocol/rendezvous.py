@@ -56,7 +56,7 @@ class Entry:
     at_end: bool = False
     waiting: bool = False  # whole, but too late for the end that is under way
     tokens: int = 0
-    settled: dict[int, int] = field(default_factory=dict)  # newest rounds -> tokens of each
+    skipped: dict[int, int] = field(default_factory=dict)  # newest rounds that were -> tokens of each
 
     @property
     def live(self) -> bool:
@@ -362,17 +362,11 @@ class RendezvousMachine:
     def _report(self, entry: Entry, report: g.Report) -> list[m.Action]:
         if not 0 <= report.round < COUNT_MAX:
             return []
+        if report.fate != "late":
+            self._count(entry, report.tokens)
+        self.ledger.settle_round(entry.name, report.round, entry.tokens, report.fate, entry.skipped)
         if report.fate == "late":
-            self.ledger.corrected(entry.name, entry.settled.pop(report.round, 0))
             return []
-        before = self.ledger.settled(entry.name)
-        self._count(entry, report.tokens)
-        entry.settled[report.round] = entry.tokens - before
-        while len(entry.settled) > SAVE_REPORTS:
-            entry.settled.pop(next(iter(entry.settled)))
-        self.ledger.settle(entry.name, entry.tokens, report.fate)
-        if report.fate != "skipped":
-            entry.settled.pop(report.round)
         entry.round = max(entry.round, report.round + 1)
         self.consensus.take(report, sum(other.paired for other in self.entries.values()))
         self.reports += 1
