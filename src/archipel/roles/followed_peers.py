@@ -118,6 +118,7 @@ class PeersAt(msgspec.Struct):
     compared: int
     first: PeerDifference | None
     mean: str
+    means: dict[str, str]
     processes: list[ProcessAt]  # that go on
     payloads: list[tuple[Key, Payload]]
     saved: dict[str, dict[int, Saved]]
@@ -132,7 +133,8 @@ class FollowedPeers:
     records: int = 0
     compared: int = 0
     first: PeerDifference | None = None
-    mean: str = ""
+    mean: str = ""  # the newest made
+    means: dict[str, str] = field(default_factory=dict)  # its digest as recorded -> as made here
     resumed_at: int = 0
 
     def __post_init__(self) -> None:
@@ -265,13 +267,14 @@ class FollowedPeers:
                 kept.pop(next(iter(kept)))
             return None
         if isinstance(action, g.Accept):
-            action = g.Accept(self.mean)  # the one made here; where it is another, that was compared already
+            # The one made here; where it is another, that was compared already.
+            action = g.Accept(self.means.get(action.digest, self.mean))
         return port.act(action, payload)
 
     def _compare(self, item: Ordered, recorded: m.Event, found: m.Event | None) -> None:
         theirs, ours = getattr(recorded, "digest", ""), getattr(found, "digest", "")
         if isinstance(found, g.Averaged):
-            self.mean = ours
+            self.mean = self.means[theirs] = ours
         if not theirs:
             return
         self.compared += 1
@@ -284,10 +287,11 @@ class FollowedPeers:
         path = self.run_dir / "rendezvous.json"
         facts = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
         recorded = str(facts.get("digest", ""))
-        equal = self.first is None and self.compared > 0 and recorded in ("", self.mean)
+        made = self.means.get(recorded, self.mean)
+        equal = self.first is None and self.compared > 0 and recorded in ("", made)
         return ReplayedGossip(
             equal=equal,
-            digest=self.mean,
+            digest=made,
             recorded_digest=recorded,
             tape_digest=self.tape,
             records=self.records,
@@ -313,14 +317,15 @@ class FollowedPeers:
                 arrays[f"peer-{len(processes)}"] = process.port.trained()
             processes.append(at)
         payloads = list(self._payloads.items())
-        figures = self.records, self.compared, self.first, self.mean
+        figures = self.records, self.compared, self.first, self.mean, self.means
         state, arrays["held"] = apart(PeersAt(*figures, processes, payloads, self._saved))
         return state, arrays
 
     def restore(self, state: bytes, arrays: Arrays) -> None:
         """Go on from `kept`."""
         at = together(state, PeersAt, arrays.get("held", {}))
-        self.records, self.compared, self.first, self.mean = at.records, at.compared, at.first, at.mean
+        self.records, self.compared, self.first = at.records, at.compared, at.first
+        self.mean, self.means = at.mean, at.means
         self._payloads, self._saved = dict(at.payloads), at.saved
         for number, one in enumerate(at.processes):
             process = self._processes[one.worker, one.incarnation]
