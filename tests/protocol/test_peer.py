@@ -12,7 +12,7 @@ from .gossip_rig import Costs, Rig
 
 
 def run_of(n: int, costs: dict[str, Costs] | None = None, **options: object) -> Rig:
-    rig = Rig(g.GossipOptions(peers=n, **{"rounds": 8, "local_steps": 5, **options}), costs or {})  # type: ignore[arg-type]
+    rig = Rig(g.GossipOptions(**{"peers": n, "rounds": 8, "local_steps": 5, **options}), costs or {})  # type: ignore[arg-type]
     for number in range(n):
         rig.peer(f"p-{number}")
     return rig
@@ -154,6 +154,46 @@ def test_the_rendezvous_may_die_and_come_back_from_its_checkpoint() -> None:
         rig.at(rig.now + 1.0, rig._link, name, g.RENDEZVOUS)
     rig.run()
     assert rig.finished[g.RENDEZVOUS].complete and rendezvous(rig).ledger.closes()
+
+
+def test_a_new_peer_that_finds_a_rendezvous_just_restarted_waits_for_the_run() -> None:
+    rig = run_of(3, rounds=16)
+    rig.run(until=40.0)
+    state = rendezvous(rig).snapshot()
+    rig.kill(g.RENDEZVOUS)
+    rig.run(until=45.0)
+    rig.rendezvous(state)
+    rig.peer("p-9")  # before any peer of the run is back
+    rig.run(until=50.0)
+    assert "p-9" in rendezvous(rig).early and not rig.actions(m.Prepare, "p-9")
+    for number in range(3):
+        rig.at(60.0, rig._link, f"p-{number}", g.RENDEZVOUS)
+    rig.run()
+    [adopted] = rig.actions(g.Adopt, "p-9")
+    assert adopted[2].round > 4 and rig.finished[g.RENDEZVOUS].complete
+
+
+def test_a_new_peer_begins_anew_where_no_peer_of_the_run_comes_back() -> None:
+    rig = run_of(2, start_s_max=20.0)
+    rig.run(until=30.0)
+    state = rendezvous(rig).snapshot()
+    for name in (g.RENDEZVOUS, "p-0", "p-1"):
+        rig.kill(name)
+    rig.rendezvous(state)
+    rig.peer("p-9")
+    rig.run(until=200.0)
+    [(began, _, _)] = rig.actions(m.Prepare, "p-9")
+    assert began == pytest.approx(50.0, abs=1.0) and rig.finished[g.RENDEZVOUS].complete
+
+
+def test_a_new_peer_waits_for_one_that_brings_a_checkpoint() -> None:
+    rig = run_of(0, peers=2)
+    rig.peer("p-0", kept=5)
+    rig.run(until=0.011)
+    rig.peer("p-1")
+    rig.run()
+    [adopted] = rig.actions(g.Adopt, "p-1")
+    assert adopted[2].round == 5
 
 
 def test_a_group_that_resumes_gathers_before_its_first_round() -> None:

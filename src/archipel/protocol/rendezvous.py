@@ -111,6 +111,8 @@ class RendezvousMachine:
     epoch: int = 0
     schema: str = ""
     entries: dict[str, Entry] = field(default_factory=dict)
+    early: dict[str, g.Enrol] = field(default_factory=dict)  # new peers that came before those of the run
+    back_until: float = -1.0  # for peers of the run to come back to a rendezvous that was restored
     taken: dict[str, int] = field(default_factory=dict)
     positions: dict[str, int] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=lambda: Ledger(1, kind="gossip"))
@@ -149,7 +151,11 @@ class RendezvousMachine:
 
     def handle(self, now: float, event: m.Event) -> list[m.Action]:
         """Return what to do about the event. Nothing happens any more once the machine has finished."""
-        return [] if self.state == "finished" else [*self._react(now, event), *self._over(now)]
+        if self.state == "finished":
+            return []
+        if self.epoch > 0 and not self.entries and self.back_until < 0:  # restored, and just begun
+            self.back_until = now + self.options.start_s_max
+        return [*self._react(now, event), *self._admit_early(now), *self._over(now)]
 
     def _react(self, now: float, event: m.Event) -> list[m.Action]:
         match event:
@@ -195,6 +201,10 @@ class RendezvousMachine:
             return self._refuse(name, refusal)
         if self.concluded is not None or self.stopping:
             return [m.Send(name, m.Done(0, self.stopping or "the run is over"))]
+        if self._too_early(now, enrol):
+            self.early[name] = enrol
+            text = f"waits peer={name}: it has no state, and of those that have one none is ready yet"
+            return [m.Notice(text), *self._alarm(now)]
         shard = choose_shard(name, enrol.shard, self.taken, self.shards)
         if shard is None:
             return self._refuse(name, f"all data.shards={self.shards} are taken: raise data.shards")
@@ -230,6 +240,18 @@ class RendezvousMachine:
         elif again and self.view is not None:
             actions.append(m.Send(name, self.view))
         return actions
+
+    def _too_early(self, now: float, enrol: g.Enrol) -> bool:
+        """Whether a peer that has no state would begin a run anew that is under way elsewhere."""
+        if self.state != "gathering" or enrol.round >= 0:
+            return False
+        live = [entry for entry in self.entries.values() if entry.live]
+        coming = now < self.back_until or any(entry.kept for entry in live)
+        return coming and not any(entry.ready for entry in live)
+
+    def _admit_early(self, now: float) -> list[m.Action]:
+        admitted = [name for name, enrol in self.early.items() if not self._too_early(now, enrol)]
+        return [act for name in admitted for act in self._enrol(now, name, self.early.pop(name))]
 
     def _refusal(self, enrol: g.Enrol) -> str:
         if enrol.protocol != m.PROTOCOL_VERSION:
@@ -333,6 +355,7 @@ class RendezvousMachine:
         return [notice, *(m.Send(entry.name, self.view) for entry in members), m.Save(newest)]
 
     def _lost(self, now: float, worker: str) -> list[m.Action]:
+        self.early.pop(worker, None)
         entry = self.entries.get(worker)
         if entry is None or entry.left:
             return []
@@ -432,7 +455,7 @@ class RendezvousMachine:
         if self.over_at is not None:
             moments.append(self.over_at)
         if self.state == "gathering":
-            moments.append(self._start_at())
+            moments += [self._start_at(), self.back_until if self.early else math.inf]
         later = [at for at in moments if now < at < math.inf]
         return [m.Wake(min(later))] if later else []
 
