@@ -12,7 +12,6 @@ were asked for; `now` never decreases; a machine has one alarm; the newest `Appl
 that waits.
 """
 
-import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,11 +22,10 @@ from ..protocol import messages as m
 from ..protocol.learner import LearnerMachine
 from ..protocol.schedule import SyncOptions
 from ..protocol.syncer import SyncerMachine, SyncerState
+from .clock import NEVER, Clock
 from .network import Channel, Parcel
 from .pace import Island, Pace
 from .ports import ComputePort, CostPort, EngineOptions, Host, LearnerOptions, Record, Said
-
-NEVER = float("inf")
 
 
 class Engine:
@@ -44,7 +42,8 @@ class Engine:
         schema: tuple[m.TensorSpec, ...] = (m.TensorSpec("w", (1,)),),
         settings: dict[str, Any] | None = None,
     ) -> None:
-        self.now = 0.0
+        self.clock = Clock()
+        self.at = self.clock.at
         self.sync = sync
         self.options = options or EngineOptions()
         self.run_name = run
@@ -62,13 +61,15 @@ class Engine:
         self.journal: dict[str, tuple[int, int]] = {}  # learner -> (shard, position) beside its data
         self.pace = Pace(self, partial(uniform, self.options.seed))
         self._make_port = make_port
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._count = 0
-        self._faults = 0  # scheduled by the user and not over
         self._lives = 0
         self._said: list[m.Event] = []
         self._ended = False  # the syncer that runs now, or ran last, has finished
         self._boot_syncer(None)
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the run's start."""
+        return self.clock.now
 
     # ---- workers ----
 
@@ -186,19 +187,12 @@ class Engine:
 
     def run(self, until: float = NEVER, events: int = 10**9) -> "Engine":
         """Handle events until this time, this many, or until the syncer has finished and no fault comes."""
-        heap, pop = self._heap, heapq.heappop
         last = self.handled + events
-        while heap and heap[0][0] <= until and self.handled < last:
-            if self._ended and self._over():
-                break
-            self.now, _, work, arguments = pop(heap)
-            work(*arguments)
-        if until < NEVER and not self._over():
-            self.now = max(self.now, until)
+        self.clock.run(until, lambda: self.handled >= last or (self._ended and self._over()))
         return self
 
     def _over(self) -> bool:
-        return self.complete or (self._ended and not self._faults)
+        return self.complete or (self._ended and not self.clock.faults)
 
     @property
     def complete(self) -> bool:
@@ -213,16 +207,10 @@ class Engine:
         assert finished is not None, f"no end by {horizon_s} s: tick {self.syncer.tick} of {self.sync.steps}"
         return finished
 
-    def at(self, at: float, work: Callable[..., None], *arguments: Any) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (at, self._count, work, arguments))
-
     def _plan(self, at: float, work: Callable[..., None], *arguments: Any) -> None:
-        self._faults += 1
-        self.at(max(at, self.now), self._planned, work, arguments)
+        self.clock.plan(at, self._planned, work, arguments)
 
     def _planned(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self._faults -= 1
         booting = work in (self._boot, self._revive, self.pace.set_slow, self._cut, self._heal)
         if booting or self._alive(arguments[0]):
             work(*arguments)
@@ -254,7 +242,7 @@ class Engine:
                     self.land(host)
             case m.Wake(at=at):
                 host.alarm += 1
-                self.at(max(at, self.now), self._ring, host, host.alarm)
+                self.at(at, self._ring, host, host.alarm)
             case m.Fold():
                 self._work(host, self.options.fold_s, host.port.fold, action, payload)
             case m.Merge(fragment=fragment, version=version):
