@@ -22,7 +22,7 @@ from archipel.protocol import messages as m
 from archipel.protocol.topology import RoundKey, row_of
 from archipel.roles.gossiping import Figures, LocalPeer, fitted, gossip_virtually, options_of
 
-POINTS = 6  # of a curve
+POINTS = 4  # of a curve
 BASELINES = ("local_dadam", "overlapped", "noloco")
 EPOCH = 1  # of the membership: the pairs are those of a calm run
 

@@ -1,6 +1,6 @@
 """Runs the paper's tables at small scale, in virtual time with real tensors, cell by cell.
 
-    python experiments/run.py [NAME ...] [--minutes 90] [--cores 2]
+    python experiments/run.py [NAME ...] [--minutes 90] [--cores 2] [--seeds 0,1]
 
 Each experiment is a TOML file in this folder: what all its cells share, and its cells in the order they are
 run. A cell is overrides of a run's options; its result is appended to `results/NAME.json` as soon as it is
@@ -133,14 +133,14 @@ def write(name: str, results: dict[str, Any]) -> None:
     temporary.rename(RESULTS / f"{name}.json")
 
 
-def run(names: list[str], minutes: float, cores: int) -> None:
-    """Run what is missing, in order, until the time is up; what has begun is finished."""
+def run(names: list[str], minutes: float, cores: int, seeds: set[int] | None = None) -> None:
+    """Run what is missing, in order, until the time is up; what has begun is finished. seeds: None: all."""
     until = time.monotonic() + 60 * minutes
     todo = [
         (name, cell)
         for name in names
         for cell in cells(load(name))
-        if key(cell) not in read(name)
+        if key(cell) not in read(name) and (seeds is None or cell["seed"] in seeds)
     ]  # fmt: skip
     with ProcessPoolExecutor(cores) as pool:
         running: dict[Any, tuple[str, dict[str, Any]]] = {}
@@ -237,11 +237,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="experiments; default: all, in order")
     parser.add_argument("--minutes", type=float, default=90.0)
     parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--seeds", default="", help="only these, as in 0,1")
     parser.add_argument("--table", action="store_true", help="only print what there is")
     options = parser.parse_args()
     names = options.names or sorted(path.stem for path in HERE.glob("*.toml"))
     if not options.table:
-        run(names, options.minutes, options.cores)
+        seeds = {int(seed) for seed in options.seeds.split(",")} if options.seeds else None
+        run(names, options.minutes, options.cores, seeds)
     for name in names:
         print(table(name), end="\n\n")
 
