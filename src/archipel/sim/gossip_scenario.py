@@ -24,7 +24,7 @@ from ..tape.tape import digest
 from .gossip import GossipEngine
 from .gossip_ports import GossipCosts, GossipPort
 from .gossip_witness import GossipWitness
-from .ports import Record
+from .ports import Record, each
 from .scenario import Run, SimOptions, costs_of, island_of, stepping_share, storm
 from .tapes import Opening, Tapes
 
@@ -112,25 +112,20 @@ def simulate(run: GossipRun, *, folder: Path | None = None, watch: Record | None
     witness = GossipWitness()
     settings = run.settings or {"run": {"seed": run.seed}, "gossip": to_builtins(run.options)}
     tapes: Tapes | None = None
-
-    def record(worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
-        witness.record(worker, now, event, actions)
-        if tapes is not None:
-            tapes.record(worker, now, event, actions)
-        if watch is not None:
-            watch(worker, now, event, actions)
-
+    told: list[Record] = [witness.record]
     engine = GossipEngine(
         run.options,
         GossipCosts(run.seed, run.sim.fragment_bytes, run.shards),
         run=run.name,
-        on_record=record,
+        on_record=each(told),
         make_port=run.make_port,
         schema=run.schema,
         settings=settings,
     )
     if folder is not None:
         tapes = Tapes(folder, run.name, lambda name: engine.hosts[name].machine, _opening(engine, settings))
+        told.append(tapes.record)
+    told += [watch] if watch is not None else []
     for number, name in enumerate(run.names):
         engine.add(name, costs_of(run.compute, number), island=island_of(run.compute, number))
     plan = storm(run.compute, run.names, m.SYNCER, g.RENDEZVOUS)

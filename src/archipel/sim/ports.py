@@ -51,6 +51,16 @@ Said = Callable[[m.Event], None]
 Record = Callable[[str, float, m.Event, list[m.Action]], None]
 
 
+def each(records: list[Record]) -> Record:
+    """Return what tells all of these, in their order; the list may grow before the first record."""
+
+    def record(worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
+        for one in records:
+            one(worker, now, event, actions)
+
+    return record
+
+
 class CostPort:
     """Costs stand for tensors: payloads are None, every push is fit, every merge succeeds; a row is a
     token."""

@@ -31,7 +31,7 @@ from .engine import Engine
 from .hardware import HardwareOptions
 from .network import LinkOptions
 from .pace import Island, Pace
-from .ports import ComputePort, EngineOptions, LearnerOptions, Record, Said
+from .ports import ComputePort, EngineOptions, LearnerOptions, Record, Said, each
 from .tapes import Opening, Tapes
 from .witness import Witness
 
@@ -207,25 +207,20 @@ def simulate(
     witness = Witness(run.sync, remember)
     settings = run.settings or {"sync": to_builtins(run.sync)}
     tapes: Tapes | None = None
-
-    def record(worker: str, now: float, event: m.Event, actions: list[m.Action]) -> None:
-        witness.record(worker, now, event, actions)
-        if tapes is not None:
-            tapes.record(worker, now, event, actions)
-        if watch is not None:
-            watch(worker, now, event, actions)
-
+    told: list[Record] = [witness.record]
     engine = Engine(
         run.sync,
         EngineOptions(run.seed, run.sim.fragment_bytes, run.sim.fold_s, run.sim.merge_s, run.shards),
         run=run.name,
-        on_record=record,
+        on_record=each(told),
         make_port=run.make_port,
         schema=run.schema,
         settings=settings,
     )
     if folder is not None:
         tapes = Tapes(folder, run.name, lambda name: engine.hosts[name].machine, _opening(engine, settings))
+        told.append(tapes.record)
+    told += [watch] if watch is not None else []
     names = [f"learner-{number}" for number in range(run.sync.learners)]
     for number, name in enumerate(names):
         engine.add(name, costs_of(run, number), island=island_of(run, number))
