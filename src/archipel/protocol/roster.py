@@ -29,8 +29,6 @@ from . import messages as m
 from .topology import view_digest
 
 EPOCH = 1  # of a membership that never changes
-
-
 LOCAL = (("run", "out"), ("data", "path"), ("data", "cache"), ("data", "batch"), ("optimizer", "accumulate"))
 
 
@@ -66,9 +64,7 @@ class Roster:
     root: str = ""  # whose weights we begin with
     writer: str = ""  # of the end under way
     digest: str = ""  # of what all must have in common
-    strangers: dict[str, None] = field(
-        default_factory=dict
-    )  # connected, and of another run, list or settings
+    strangers: dict[str, None] = field(default_factory=dict)  # connected, of another run, list or settings
     here: dict[str, g.Standing | None] = field(default_factory=dict)  # connected; None: has not spoken yet
     away: dict[str, Away] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)  # newest round a member was heard in
@@ -171,7 +167,7 @@ class Roster:
                 return self._heard(sender, standing)
             case m.Received(sender=sender, message=g.Meet(round=number)):
                 self.rounds[sender] = number
-            case m.Received(message=g.Conclude() as conclude):
+            case m.Received(sender=sender, message=g.Conclude() as conclude) if sender == conclude.writer:
                 self.conclude = conclude
                 return self._say(writer=conclude.writer)
         return []
