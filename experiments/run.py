@@ -5,8 +5,8 @@
 Each experiment is a TOML file in this folder: what all its cells share, and its cells in the order they are
 run. A cell is overrides of a run's options; its result is appended to `results/NAME.json` as soon as it is
 there, so that a run that is cut short goes on where it stopped. Cells that were not run say `not run`;
-nothing is filled in. `--table NAME` prints what there is, mean ± spread over seeds, beside the paper's
-figure.
+nothing is filled in, but a cell with all the options of another has that one's result. `--table NAME` prints
+what there is, mean ± spread over seeds, beside the paper's figure.
 
 A variant may have `data_parallel = true` (one learner with the batch of all), `steps = 0.9` (so many of the
 ticks that its tokens take), `against = "another"` (a row its virtual time is compared with: for as many
@@ -119,6 +119,24 @@ def configured(experiment: dict[str, Any], cell: dict[str, Any]) -> tuple[Any, i
     return config, every if lone else 0
 
 
+def signature(experiment: dict[str, Any], cell: dict[str, Any]) -> str:
+    """Return what two cells share that come out the same: all options, seeds among them, and the method."""
+    method = cell["variant"].get("method"), experiment.get("kind")
+    return repr((method, configured(experiment, cell)))
+
+
+def finished() -> dict[str, dict[str, Any]]:
+    """Return the results of all experiments by signature, each with the cell it is of."""
+    found = {}
+    for name in sorted(path.stem for path in HERE.glob("*.toml")):
+        results = read(name)
+        for cell in cells(load(name)):
+            if (result := results.get(key(cell))) is not None:
+                same_as = result.get("same_as", f"{name}: {key(cell)}")
+                found[signature(load(name), cell)] = {**result, "same_as": same_as}
+    return found
+
+
 def read(name: str) -> dict[str, Any]:
     """Return the results there are."""
     path = RESULTS / f"{name}.json"
@@ -135,7 +153,7 @@ def write(name: str, results: dict[str, Any]) -> None:
 
 def run(names: list[str], minutes: float, cores: int, seeds: set[int] | None = None) -> None:
     """Run what is missing, in order, until the time is up; what has begun is finished. seeds: None: all."""
-    until = time.monotonic() + 60 * minutes
+    until, known = time.monotonic() + 60 * minutes, finished()
     todo = [
         (name, cell)
         for name in names
@@ -147,6 +165,10 @@ def run(names: list[str], minutes: float, cores: int, seeds: set[int] | None = N
         while todo or running:
             while todo and len(running) < cores and time.monotonic() < until:
                 name, cell = todo.pop(0)
+                if (again := known.get(signature(load(name), cell))) is not None:
+                    write(name, {**read(name), key(cell): again})
+                    print(f"{name}: {key(cell)}: as in {again['same_as']}", flush=True)
+                    continue
                 running[pool.submit(run_cell, load(name), cell)] = name, cell
             if not running:
                 break
