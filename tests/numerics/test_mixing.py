@@ -171,26 +171,58 @@ def test_a_change_applied_on_one_side_only_moves_the_mean_by_its_share():
 
 
 @pytest.mark.parametrize("form", stability.FORMS)
-@pytest.mark.parametrize("late", [0, 1, 3])
-def test_a_late_change_leaves_the_mean_as_if_it_had_been_in_time(form, late):
-    in_time = two_workers(form, late=None)
-    delayed = two_workers(form, late=late)
+@pytest.mark.parametrize(("late", "rounds", "atol"), [(0, 5, 1e-12), (1, 400, 1e-6), (3, 400, 1e-6)])
+def test_a_late_change_leads_the_mean_where_it_would_be_in_time(form, late, rounds, atol):
+    in_time = two_workers(form, late=None, rounds=rounds)
+    delayed = two_workers(form, late=late, rounds=rounds)
     for expected, found in zip(in_time, delayed, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def two_workers(form, late):
-    """The means of what two workers hold and remember after 5 rounds; in the first, worker 1 may mix late.
+@pytest.mark.parametrize("form", stability.FORMS)
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_one_who_is_late_in_every_round_stays_with_the_others(form, late):
+    """Rings of six; the first worker's models are always late. No drifts: the workers must meet."""
+    momentum, n = 0.7, 6
+    theta = torch.randn(n, 20, generator=generator(3), dtype=torch.float64)
+    kept, owed, pending = mixing.start(form, theta), torch.zeros(20, dtype=torch.float64), []
+    seats = generator(4)
+    for round_ in range(400):
+        made = mixing.offer(form, theta, theta, kept, lr=0.7, momentum=momentum)
+        order = torch.randperm(n, generator=seats)
+        place = order.argsort()
+        others = [made.sent[order[(place + step) % n]] for step in (1, -1)]
+        mixed = mixing.mix(made.sent, others, [1 / 3, 1 / 3])
+        pending.append((round_, (mixed - made.sent)[0].clone()))
+        mixed[0] = made.sent[0]
+        theta, kept = mixing.settle(made, mixed)
+        share = mixing.owed_share(form, momentum)
+        theta[0] += share * owed
+        kept[0] += 0.0 if form == "drift" else share * owed
+        owed *= 1 - share
+        while pending and pending[0][0] <= round_ - late:
+            factors = mixing.late(form, momentum, rounds=late)
+            _, change = pending.pop(0)
+            theta[0] += factors.on_weights * change
+            kept[0] += factors.on_remembered * change
+            owed += factors.owed * change
+    assert mixing.consensus_error(list(theta)).mean_norm < 1e-3, mixing.consensus_error(list(theta))
 
-    late: rounds it has settled since when the change reaches it; None: in time. Drifts are given.
+
+def two_workers(form, late, rounds):
+    """The means of what two workers hold and remember after so many rounds; in the first, worker 1 may mix
+    late.
+
+    late: rounds it has settled since when the change reaches it; None: in time. There are drifts in 5 rounds.
     """
     theta = [torch.randn(20, generator=generator(seed), dtype=torch.float64) for seed in (0, 1)]
     kept = [mixing.start(form, x) for x in theta]
-    pending = None
-    for round_ in range(5):
+    pending, owed = None, torch.zeros(20, dtype=torch.float64)
+    for round_ in range(rounds):
         made = []
         for k in (0, 1):
             drift = torch.randn(20, generator=generator(10 * round_ + k + 2), dtype=torch.float64)
+            drift *= round_ < 5
             made.append(mixing.offer(form, theta[k], theta[k] + drift, kept[k], lr=0.7, momentum=0.6))
         alone = round_ > 0
         for k in (0, 1):
@@ -199,9 +231,14 @@ def two_workers(form, late):
             if k == 1 and not alone and late is not None:
                 mixed, pending = made[k].sent, mixing.change(other, 0.5, sent=made[k].sent)
             theta[k], kept[k] = mixing.settle(made[k], mixed)
+        share = mixing.owed_share(form, 0.6)
+        theta[1] = theta[1] + share * owed
+        kept[1] = kept[1] if form == "drift" else kept[1] + share * owed
+        owed = (1 - share) * owed
         if pending is not None and round_ == late:
-            on_theta, on_kept = mixing.late_factors(form, 0.6, rounds=late)
-            theta[1], kept[1] = theta[1] + on_theta * pending, kept[1] + on_kept * pending
+            factors = mixing.late(form, 0.6, rounds=late)
+            theta[1] = theta[1] + factors.on_weights * pending
+            kept[1], owed = kept[1] + factors.on_remembered * pending, owed + factors.owed * pending
     return (theta[0] + theta[1]) / 2, (kept[0] + kept[1]) / 2
 
 

@@ -89,7 +89,8 @@ def test_the_mean_moves_by_the_drifts_alone_though_models_come_late(tmp_path: Pa
             elif state is not None and isinstance(action, g.Offer):
                 drifts.append(state.reached().double() - state.anchor.double())
             elif state is not None:
-                ends[worker] = state.anchor.double()
+                on_its_way = 0.0 if state.owed is None else state.owed.double()  # of what was rounds late
+                ends[worker] = state.anchor.double() + on_its_way
 
     run = GossipRun(options_of(config), config.sim, make_port=make_port, rows=config.data.batch)
     outcome = simulate(run, watch=watch)

@@ -15,7 +15,7 @@ first round y_prev = u_prev = θ and v = 0.
 
 A round is `offer`, `mix`, `settle`. Mixing is in delta form, z_i + Σ w(ẑ_j − ẑ_i), where ẑ is what really
 travelled: what a pair gains and loses sums to zero, so the mean over workers stays where it was under
-compression, and under late application through `late_factors`. A round without a partner is `settle(made,
+compression, and under late application through `late`. A round without a partner is `settle(made,
 made.sent)`.
 
 Invariants: nothing passed in is changed; all tensors of a call have one shape and one floating type; terms
@@ -25,12 +25,14 @@ are added in the order given, so that equal arguments give equal bits.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from archipel.numerics.stability import Form
 
+OWED_SHARE = 0.1  # of (1 − γ): see `late`
 HALF = 0.5  # the weight of the one partner of an undamped pair
 
 
@@ -113,22 +115,42 @@ def settle(made: Offer, mixed: Tensor) -> tuple[Tensor, Tensor]:
             return mixed, made.remembered
 
 
-def late_factors(form: Form, momentum: float, *, rounds: int = 0) -> tuple[float, float]:
-    """Return what to multiply a late `change` by: for the worker's weights, and for what it remembers.
+class Late(NamedTuple):
+    """What to multiply a late `change` by: for the weights, for what is remembered, and for what is owed."""
 
-    rounds: how many were settled since the one the change belongs to; 0: the one after it is under way.
-    Anchor and weights move together, so that the drift of the round under way stays. The partner applied
-    the opposite change in time; afterwards the mean over workers is what it would be had both been in time,
-    for the factors follow the momentum's own recursion s_{k+1} = s_k + γ(s_k − s_{k−1}), s_0 = 1.
+    on_weights: float
+    on_remembered: float
+    owed: float  # added in the rounds to come, `owed_share` of what is left in each, to both
+
+
+def late(form: Form, momentum: float, *, rounds: int = 0) -> Late:
+    """Return how a worker adds a change that comes late; its partner added the opposite in time.
+
+    rounds: how many were settled since the one the change belongs to. With 0 the one after it is under way:
+    the state becomes what it would be had the change been in time, by the momentum's own recursion s_{k+1} =
+    s_k + γ(s_k − s_{k−1}), s_0 = 1. Anchor and weights move together, so that the drift under way stays.
+
+    A worker whose models are later than that in every round is a feedback with a delay, and the momentum on
+    it drives it away from the others (by 1.24 a round on 2-peer rings with γ = 0.7). So 1/rounds of the
+    change is added at once and moves no momentum, and the rest slowly, up to the 1/(1 − γ) that the partner's
+    momentum makes of its own: the mean over workers arrives where it would be, a few rounds later.
     """
     assert rounds >= 0, rounds
+    total = 1.0 if form == "drift" else 1.0 / (1.0 - momentum)
+    if rounds > 0:
+        return Late(1.0 / rounds, 0.0 if form == "drift" else 1.0 / rounds, total - 1.0 / rounds)
     match form:
         case "mixed" | "local":
-            return _momentum_sum(momentum, rounds), _momentum_sum(momentum, rounds - 1)
+            return Late(1.0, 0.0, 0.0)
         case "postmix":
-            return _momentum_sum(momentum, rounds + 1), _momentum_sum(momentum, rounds)
+            return Late(1.0 + momentum, 1.0, 0.0)
         case "drift":
-            return 1.0, 0.0
+            return Late(1.0, 0.0, 0.0)
+
+
+def owed_share(form: Form, momentum: float) -> float:
+    """Return which share of what is owed a round adds: so little that no delay makes it unstable."""
+    return OWED_SHARE * (1.0 if form == "drift" else 1.0 - momentum)
 
 
 def consensus_error(models: Sequence[Tensor]) -> ConsensusError:
@@ -159,11 +181,6 @@ def mean_square_from_pairs(squared_distances: Sequence[float], n: int) -> float:
     """
     assert squared_distances and n >= 2, (len(squared_distances), n)
     return (n - 1) / (2 * n) * math.fsum(squared_distances) / len(squared_distances)
-
-
-def _momentum_sum(momentum: float, rounds: int) -> float:
-    """Return 1 + γ + … + γ^rounds, 0 for rounds < 0."""
-    return math.fsum(momentum**k for k in range(rounds + 1))
 
 
 def _square(values: Tensor) -> float:

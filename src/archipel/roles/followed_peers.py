@@ -24,7 +24,7 @@ from ..tape.order import Ordered
 from ..tape.record import Header
 from ..tape.tape import digest as tape_digest
 from ..tape.tape import read, workers
-from ..train.gossip import Held
+from ..train.held import Held
 from .followed import FollowedLearners, Joined, changed
 from .gossiping import LocalPeer, Saved
 from .local import compute_on

@@ -24,7 +24,8 @@ from ..sim.ports import Record
 from ..sim.scenario import SimOptions
 from ..train import data, models, optim
 from ..train.evaluate import evaluate
-from ..train.gossip import Held, PeerState
+from ..train.gossip import PeerState
+from ..train.held import Held
 from ..train.models import Batch
 from ..train.options import fit
 from .local import Corpus, train_on, trained

@@ -14,7 +14,6 @@ equal bits; tensors kept or sent are never changed in place; a payload that fail
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,55 +29,13 @@ from ..numerics import codec, mixing
 from ..protocol import gossip as g
 from ..protocol.messages import Action, Event, Message
 from ..protocol.schedule import SyncOptions
+from .held import Facts, Held, Round, Sum
 from .parameters import Parameters, unflatten
 
 WHOLE = SyncOptions(fragments=1)
 BLOCK = 2  # float32 and bf16 have no scales; the codec asks for a block all the same
 CHUNK = 1 << 20  # elements that are in float64 at once
-FACTS, THETA, REMEMBERED, MOMENTS = "facts", "theta", "remembered", "moments"
-
-
-@dataclass
-class Round:
-    """What is kept of a round until models can no longer come late."""
-
-    sent: Tensor | None = None  # ẑ, what partners decode of our offer
-    own: mixing.Offer | None = None  # until the round is settled
-    payload: np.ndarray | None = None  # until then, too
-    received: dict[str, Tensor] = field(default_factory=dict)  # partner -> ẑ_j
-
-
-@dataclass
-class Sum:
-    """The writer's: an attempt's models added up, and how long each is."""
-
-    total: Tensor  # (numel,) float64
-    squares: dict[str, float] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)  # members whose models are none, or not finite
-
-
-@dataclass
-class Held:
-    """All that a peer holds between two actions beside its model and its optimizer. Nothing is copied."""
-
-    steps: int
-    anchor: Tensor
-    remembered: Tensor
-    lost: Tensor | None
-    rounds: dict[int, Round]
-    captured: dict[tuple[int, str], np.ndarray]
-    final: np.ndarray | None
-    sum: tuple[int, Sum] | None
-    mean: Tensor | None
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """What a captured state says of itself beside its tensors."""
-
-    form: str
-    round: int
-    steps: int
-    scalars: dict[str, float] = {}  # of the optimizer's state, what is no tensor
+FACTS, THETA, REMEMBERED, OWED, MOMENTS = "facts", "theta", "remembered", "owed", "moments"
 
 
 class PeerState:
@@ -99,6 +56,7 @@ class PeerState:
         [self.numel] = self._parameters.numels
         pieces = self._parameters.fragments[0].pieces
         self._buffers = [slice(p.offset, p.offset + p.stop - p.start) for p in pieces if p.kind == "buffer"]
+        self.owed: Tensor | None = None  # of late changes, what is still to be added
         self._lost: Tensor | None = None  # of the anchor, what a less precise model cannot hold
         self._rounds: dict[int, Round] = {}
         self._captured: dict[tuple[int, str], np.ndarray] = {}
@@ -173,7 +131,7 @@ class PeerState:
 
     def load(self, vector: Tensor) -> None:
         """Start anew from these weights, (numel,) float32, with nothing remembered of rounds."""
-        self.anchor, self.remembered = vector, mixing.start(self.options.form, vector)
+        self.anchor, self.remembered, self.owed = vector, mixing.start(self.options.form, vector), None
         self._rounds.clear()
         self._write(vector)
 
@@ -187,6 +145,7 @@ class PeerState:
             steps=self.steps,
             anchor=self.anchor,
             remembered=self.remembered,
+            owed=self.owed,
             lost=self._lost,
             rounds=self._rounds,
             captured=self._captured,
@@ -198,7 +157,7 @@ class PeerState:
     def hold(self, held: Held) -> None:
         """Go on from `held`; the tensors are ours from then on."""
         self.steps, self._lost = held.steps, held.lost
-        self.anchor, self.remembered = held.anchor, held.remembered
+        self.anchor, self.remembered, self.owed = held.anchor, held.remembered, held.owed
         self._rounds, self._captured = held.rounds, held.captured
         self._final, self._sum, self._mean = held.final, held.sum, held.mean
 
@@ -248,7 +207,7 @@ class PeerState:
         if theta is not mixed:
             for part in self._buffers:
                 theta[part] = mixed[part]
-        self.anchor = theta
+        self.anchor = theta = self._paid(theta)
         self._write(theta)
         kept.own = kept.payload = None
         distances = [_in_chunks(mixing.squared_distance, made.sent, offer) for offer in offers]
@@ -257,20 +216,35 @@ class PeerState:
             kept.received.pop(worker, None)
         return g.Mixed(number, distance, _square(made.sent), _digest(theta))
 
+    def _paid(self, theta: Tensor) -> Tensor:
+        """Return the weights with a round's share of what is owed; what is remembered moves with them."""
+        if self.owed is None:
+            return theta
+        share = mixing.owed_share(self.options.form, self.options.momentum)
+        if self.options.form != "drift":  # which remembers no place
+            self.remembered = torch.add(self.remembered, self.owed, alpha=share)
+        theta = torch.add(theta, self.owed, alpha=share)
+        self.owed = self.owed * (1.0 - share)
+        return theta
+
     def correct(self, number: int, worker: str, weight: float, rounds: int) -> g.Corrected:
         """Apply a kept offer of an earlier round in delta form. rounds: settled since."""
         kept = self._rounds.get(number, Round())
         received = kept.received.pop(worker, None)
         if received is not None and kept.sent is not None:
             change = mixing.change(received, weight, sent=kept.sent)
-            form, momentum = self.options.form, self.options.momentum
-            on_weights, on_remembered = mixing.late_factors(form, momentum, rounds=rounds)
-            shift = change * on_weights
+            late = mixing.late(self.options.form, self.options.momentum, rounds=rounds)
+            shift = change * late.on_weights
             for part in self._buffers:
                 shift[part] = change[part]
             reached = self.reached() + shift
             self.anchor = self.anchor + shift
-            self.remembered = torch.add(self.remembered, change, alpha=on_remembered)
+            self.remembered = torch.add(self.remembered, change, alpha=late.on_remembered)
+            if late.owed:
+                for part in self._buffers:
+                    change[part] = 0.0
+                more = change * late.owed
+                self.owed = more if self.owed is None else self.owed + more
             self._write(reached)
         return g.Corrected(number, worker, self.digest())
 
@@ -286,6 +260,7 @@ class PeerState:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the state's tensors by name. They share memory with the optimizer, which changes its own."""
         found = {THETA: self.anchor.numpy(), REMEMBERED: self.remembered.numpy()}
+        found |= {OWED: self.owed.numpy()} if self.owed is not None else {}
         for key, value in self._moments().items():
             if isinstance(value, Tensor):
                 tensor = value.detach().cpu()
@@ -309,8 +284,9 @@ class PeerState:
         if said.form != self.options.form:
             raise PayloadError(f"it is of form {said.form!r}, this run's is {self.options.form!r}")
         theta, remembered = (self._vector(arrays, name) for name in (THETA, REMEMBERED))
+        owed = self._vector(arrays, OWED) if OWED in arrays else None
         moments = self._checked_moments(arrays, said.scalars)
-        self.anchor, self.remembered, self.steps = theta, remembered, said.steps
+        self.anchor, self.remembered, self.owed, self.steps = theta, remembered, owed, said.steps
         self._rounds.clear()
         self._write(theta)
         if self._optimizer is not None:
@@ -362,7 +338,7 @@ class PeerState:
         sizes = [parameter.numel() for group in groups for parameter in group["params"]]
         found: dict[int, dict[str, Any]] = {}
         for name, value in (*arrays.items(), *scalars.items()):
-            if name in (THETA, REMEMBERED):
+            if name in (THETA, REMEMBERED, OWED):
                 continue
             where, _, rest = name.partition("/")
             index, _, key = rest.partition("/")
