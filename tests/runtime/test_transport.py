@@ -49,6 +49,31 @@ def test_control_frames_arrive_in_order_both_ways() -> None:
     assert [words[1] for words in client_sink.said("received")] == frames
 
 
+def test_a_control_frame_overtakes_a_payload_on_a_slow_line() -> None:
+    payload, there = bytes(1 << 20), {}  # bytes that were there when the word came
+    with serving() as (server, server_sink, address):
+        relay = Relay(address)
+        with client_of(relay.start()) as (client, sink):
+            sink.wait("connected")
+            for count, bytes_per_s in ((1, 0.0), (2, 5e5)):  # first at full speed, which opens gRPC's windows
+                relay.throttle(bytes_per_s)
+                client.send_bulk(b"push", payload)
+                server.send_bulk("learner-0", 0, b"update", payload)
+                server_sink.wait("allocated", count=count)
+                sink.wait("allocated", count=count)
+                until(lambda n=count: min(server.bytes_in, client.bytes_in) >= len(payload) + (n - 1))
+            server_sink.answer = lambda *words: there.setdefault((*words, "up"), server.bytes_in)
+            sink.answer = lambda *words: there.setdefault((*words, "down"), client.bytes_in)
+            client.send(b"word")
+            server.send("learner-0", b"word")
+            server_sink.wait("received", "learner-0", b"word")
+            sink.wait("received", b"word")
+        relay.stop()
+    up = there["received", "learner-0", b"word", None, "up"]
+    down = there["received", b"word", None, "down"]
+    assert max(up, down) < 1.5 * len(payload)
+
+
 @pytest.mark.parametrize("size", [0, 1, 64 << 10, (64 << 10) + 1, 3_000_000])
 def test_a_payload_arrives_whole_both_ways(size: int) -> None:
     payload = os.urandom(size)

@@ -57,9 +57,10 @@ class Upload:
 
 @dataclass(eq=False)
 class Link:
-    """One attempt at a connection, as the client sees it."""
+    """One attempt at a connection, as the client sees it: two of TCP, so that words pass payloads."""
 
     channel: grpc.Channel
+    bulk: grpc.Channel  # what one connection has taken of a payload would stand before control frames
     line: Line
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     call: Any = None  # the control stream
@@ -74,6 +75,11 @@ class Link:
         self.line.reason = self.line.reason or reason
         self.line.finish()
         self.call.cancel()
+
+    def close(self) -> None:
+        """Let go of both connections, and of what is on its way."""
+        self.bulk.close()
+        self.channel.close()
 
 
 class Client:
@@ -207,7 +213,7 @@ class Client:
     def _connect(self) -> tuple[bool, bool]:
         """Make one connection and serve it to its end. Return (it was accepted, it is time to give up)."""
         try:
-            link = Link(self._channel(), Line(self._options.backlog_frames_max))
+            link = Link(self._channel(), self._channel(), Line(self._options.backlog_frames_max))
         except SecurityError as error:
             self._fail(str(error), refused=True)
             return False, False
@@ -228,7 +234,7 @@ class Client:
         finally:
             self._link = self._attempt = None
             link.line.close(self._sink.disconnected, reason)
-            link.channel.close()
+            link.close()
         if code is grpc.StatusCode.ALREADY_EXISTS:
             self._fail(f"{reason}: is this worker running twice?", refused=True, final=True)
             return accepted, True
@@ -273,7 +279,7 @@ class Client:
         finally:
             self._link = None
             link.over.set()
-            link.channel.close()
+            link.close()
             download.join(JOIN_S)
 
     def _opened(self, link: Link) -> None:
@@ -302,7 +308,7 @@ class Client:
         link = upload.link
         if link is None or not link.line.live:
             return "not connected"
-        stream = link.channel.stream_unary(f"/{wire.SERVICE}/{wire.UPLOAD}")
+        stream = link.bulk.stream_unary(f"/{wire.SERVICE}/{wire.UPLOAD}")
         try:
             answer = stream(self._frames(upload), metadata=link.metadata)
             return wire.decode(answer, wire.Receipt).reason
@@ -323,7 +329,7 @@ class Client:
         """Receive transfers until the connection ends; end it if this stream fails alone."""
         reason = "the server ended the download stream"
         try:
-            stream = link.channel.unary_stream(f"/{wire.SERVICE}/{wire.DOWNLOAD}")
+            stream = link.bulk.unary_stream(f"/{wire.SERVICE}/{wire.DOWNLOAD}")
             frames = stream(b"", metadata=link.metadata)
             while (header := next(frames, None)) is not None:
                 self._download(link, header, frames)

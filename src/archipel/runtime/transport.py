@@ -10,6 +10,7 @@ the connecting one; `wire` describes streams and frames.
 Invariants, for one worker: a sink hears `connected`, then everything received, then `disconnected`; control
 frames come first in first out; a second connection of the same name ends the first before it begins.
 Payload bytes are shared, not copied, between workers: a buffer must not change until it is sent.
+Payloads have a TCP connection beside that of the control frames, which wait for none on a slow line.
 
 Threads: gRPC's sync server needs one for each open stream, so a connected worker costs a server three, and a
 fourth while it uploads; they are made when needed, are daemons, and end with the stream. No process may fork
