@@ -200,3 +200,11 @@ class Rig:
             for action in actions
             if isinstance(action, kind) and name in (None, who)
         ]
+
+
+def cut(rig: Rig, one: str, other: str) -> None:
+    pair = frozenset((one, other))
+    if pair in rig.open:
+        rig.open.discard(pair)
+        for here, there in ((one, other), (other, one)):
+            rig.at(rig.now + 0.01, rig.handle, here, m.Disconnected(there, "cut"))

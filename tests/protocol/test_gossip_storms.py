@@ -14,7 +14,7 @@ from archipel.protocol.peer import PeerMachine
 from archipel.protocol.rendezvous import RendezvousMachine
 from archipel.protocol.topology import SCHEMES
 
-from .gossip_rig import Costs, Rig
+from .gossip_rig import Costs, Rig, cut
 
 FIRST, LAST = (int(part) for part in os.environ.get("ARCHIPEL_SEEDS", "0:150").split(":"))
 
@@ -64,14 +64,6 @@ def revive(rig: Rig, name: str) -> None:
     if name not in rig.machines:
         shard, position = rig.drawn.get(name, (-1, -1))
         rig.peer(name, shard=shard, position=position)
-
-
-def cut(rig: Rig, one: str, other: str) -> None:
-    pair = frozenset((one, other))
-    if pair in rig.open:
-        rig.open.discard(pair)
-        for here, there in ((one, other), (other, one)):
-            rig.at(rig.now + 0.01, rig.handle, here, m.Disconnected(there, "cut"))
 
 
 def kill_rendezvous(rig: Rig, for_s: float) -> None:

@@ -8,7 +8,7 @@ from archipel.protocol.exchange import Pace, adapted_steps
 from archipel.protocol.peer import PeerMachine
 from archipel.protocol.rendezvous import RendezvousMachine
 
-from .gossip_rig import Costs, Rig
+from .gossip_rig import Costs, Rig, cut
 
 
 def run_of(n: int, costs: dict[str, Costs] | None = None, **options: object) -> Rig:
@@ -114,6 +114,16 @@ def test_a_late_model_is_applied_in_delta_form_by_both_or_neither() -> None:
     assert rendezvous(rig).ledger.table()["late"] > 0
 
 
+@pytest.mark.parametrize("at", [2.0, 5.5, 8.0, 9.5])  # in the steps, and while models are on their way
+def test_partners_cut_off_for_a_moment_still_meet_in_that_round(at: float) -> None:
+    rig = run_of(2, scheme="one_peer", timeout_s_max=500.0, timeout_s_min=400.0, rounds=6)
+    rig.at(at, cut, rig, "p-0", "p-1")
+    rig.at(at + 0.5, rig._link, "p-0", "p-1")
+    rig.run()
+    assert rig.finished[g.RENDEZVOUS].complete and rig.now < 100
+    assert sum(not workers for name in ("p-0", "p-1") for workers in mixes(rig, name).values()) <= 2
+
+
 def test_a_slow_link_lowers_the_local_steps_of_its_peer_only() -> None:
     slow = {"p-0": Costs(transfer_s=30.0)}
     rig = run_of(8, slow, scheme="one_peer", local_steps=30, rounds=40).run()
@@ -122,6 +132,17 @@ def test_a_slow_link_lowers_the_local_steps_of_its_peer_only() -> None:
     assert reports[-1].local_steps == 3  # floor(30 − 3·(1/0.1 − 1))
     others = [a.message for _, _, a in rig.actions(m.Send, "p-5") if isinstance(a.message, g.Report)]
     assert others[-1].local_steps == 30 and steps
+
+
+def test_a_slow_neighbour_in_most_rounds_is_not_taken_for_an_own_slow_line() -> None:
+    rig = run_of(4, {"p-3": Costs(transfer_s=30.0)}, scheme="two_peer", local_steps=30, rounds=60).run()
+    reports = {name: [] for name in ("p-0", "p-1", "p-2", "p-3")}  # type: ignore[var-annotated]
+    for _, name, action in rig.actions(m.Send):
+        if isinstance(action.message, g.Report):
+            reports[name].append(action.message.local_steps)
+    assert reports["p-3"][-1] <= 4
+    for name in ("p-0", "p-1", "p-2"):
+        assert set(reports[name][-40:]) == {30}, (name, reports[name])
 
 
 def test_peers_with_another_view_skip_instead_of_mixing_wrongly() -> None:

@@ -16,8 +16,8 @@ from archipel.protocol.peer import PeerMachine
 from archipel.protocol.roster import Roster
 from archipel.protocol.topology import SCHEMES
 
-from .gossip_rig import Costs, Rig
-from .test_gossip_storms import check, cut
+from .gossip_rig import Costs, Rig, cut
+from .test_gossip_storms import check
 
 FIRST, LAST = (int(part) for part in os.environ.get("ARCHIPEL_SEEDS", "0:150").split(":"))
 

@@ -5,12 +5,14 @@ round to each listener, and only after a handshake that matched.
 """
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from . import gossip as g
 from .topology import Row
 
 RECENT = 8  # rounds whose transfer times are remembered: a slow partner now and then moves no median
+OUTLIER = 1.5  # a partner whose transfers take so many times the usual has a slow line of its own
 SLACK = 0.05  # a peer late by less than this share of H keeps all its local steps
 
 
@@ -62,10 +64,15 @@ class Exchange:
         """Whether all that was sent has arrived."""
         return bool(self.sent) and all(name in self.got for name in self.sent)
 
-    @property
-    def transfer_s(self) -> float | None:
-        """From the first model sent to the last one acknowledged; None while that is open."""
-        return max(self.got.values()) - min(self.sent.values()) if self.acknowledged else None
+    def transfer_s(self, others_lines: Container[str] = ()) -> float | None:
+        """Return the time from the first model sent to the last one acknowledged; None while that is open.
+
+        others_lines: listeners whose own lines are the slow ones, and tell nothing of ours.
+        """
+        counted = [name for name in self.sent if name not in others_lines]
+        if not counted or any(name not in self.got for name in counted):
+            return None
+        return max(self.got[name] for name in counted) - min(self.sent[name] for name in counted)
 
     @property
     def fate(self) -> g.Fate:

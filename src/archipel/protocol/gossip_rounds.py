@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from . import gossip as g
 from . import messages as m
 from .exchange import (
+    OUTLIER,
     Exchange,
     Identity,
     Others,
@@ -91,6 +92,12 @@ class Rounds:
         names = {one.name for one in self.views[-1].members} - {self.name} if self.views else set()
         known = [(own.step_s, own.transfer_s) for name, own in sorted(self.others.items()) if name in names]
         return [pace for pace in (*known, (self.pace.step_s, self.pace.transfer_s)) if all(pace)]
+
+    def _slow_lines(self) -> set[str]:
+        """Return whose transfers take much longer than most peers', as they say: that is their lines."""
+        usual = sorted(transfer_s for _, transfer_s in self._paces())
+        limit = OUTLIER * usual[(len(usual) - 1) // 2] if usual else 0.0
+        return {name for name, own in self.others.items() if limit and own.transfer_s > limit}
 
     def _catch_up(self) -> list[m.Action]:
         """Take the round the others are at, when they are further by two or more."""
@@ -263,6 +270,8 @@ class Rounds:
         if exchange is None or self.phase not in ("steps", "offering", "exchanging"):
             return []
         exchange.met.pop(worker, None)
+        if worker not in exchange.got:
+            exchange.sent.pop(worker, None)  # it may not have arrived
         self._fail(exchange, worker, f"gone: {reason}")
         return self.settle(now)
 
@@ -291,7 +300,9 @@ class Rounds:
             notice = m.Notice(f"no exchange round={self.round} partner={sender} reason={reason!r}", "warning")
             return [notice, m.Send(sender, g.Decline(meet.round, self.round, reason)), *self.settle(now)]
         exchange.met[sender] = None
-        return self._send_models(now, exchange) if self.phase == "exchanging" else []
+        # One that was given up in this round is back: what was said over its old channel it may not have.
+        again = [self._meeting(exchange, sender)] if exchange.failed.pop(sender, None) else []
+        return [*again, *(self._send_models(now, exchange) if self.phase == "exchanging" else [])]
 
     def declined(self, now: float, sender: str, decline: g.Decline) -> list[m.Action]:
         """A partner will not take part."""
@@ -355,6 +366,8 @@ class Rounds:
         if exchange is None or sender not in exchange.sent:
             return []
         exchange.got.setdefault(sender, now)
-        if exchange.transfer_s is not None:
-            self.pace.transfers.append(exchange.transfer_s)
+        slow = self._slow_lines()
+        transfer_s = exchange.transfer_s(slow)
+        if transfer_s is not None and sender not in slow:
+            self.pace.transfers.append(transfer_s)
         return self.settle(now)
