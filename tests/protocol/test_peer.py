@@ -114,15 +114,15 @@ def test_a_late_model_is_applied_in_delta_form_by_both_or_neither() -> None:
     assert rendezvous(rig).ledger.table()["late"] > 0
 
 
-@pytest.mark.parametrize("at", [2.0, 5.5, 9.0, 9.5])  # in the steps, and while models are on their way
+@pytest.mark.parametrize("at", [5.0, 9.0, 12.0])  # in the steps, and while models are on their way
 def test_partners_cut_off_for_a_moment_still_meet_in_that_round(at: float) -> None:
-    slower = {"p-1": Costs(1.4)}  # it mixes at 8, the other at 10: cut between, only one is in the next round
+    slower = {"p-1": Costs(1.4)}  # at 12 it has mixed, and the other has not
     rig = run_of(2, slower, scheme="one_peer", timeout_s_max=500.0, timeout_s_min=400.0, rounds=6)
     rig.at(at, cut, rig, "p-0", "p-1")
     rig.at(at + 0.5, rig._link, "p-0", "p-1")
     rig.run()
     assert rig.finished[g.RENDEZVOUS].complete and rig.now < 100
-    assert sum(not workers for name in ("p-0", "p-1") for workers in mixes(rig, name).values()) <= 2
+    assert sum(not workers for name in ("p-0", "p-1") for workers in mixes(rig, name).values()) <= 3
 
 
 def test_a_slow_link_lowers_the_local_steps_of_its_peer_only() -> None:
