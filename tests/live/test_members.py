@@ -35,7 +35,7 @@ def peer(rig: Rig, name: str) -> Worker:
 
 def test_a_list_of_members_needs_no_rendezvous(rig: Rig) -> None:
     members = {name: f"127.0.0.1:{port}" for name, port in zip(NAMES, free_ports(3), strict=True)}
-    gossip = {"peers": 3, "rounds": 60, "local_steps": 8, "timeout_s_max": 3.0, "lease_s": 30.0}
+    gossip = {"peers": 3, "rounds": 40, "local_steps": 8, "timeout_s_max": 3.0, "lease_s": 30.0}
     rig.write(gossip=gossip, members=members, data={"batch": 8}, optimizer={"warmup_steps": 10})
     workers = {name: peer(rig, name) for name in NAMES}
     rig.wait(lambda: all(settled(rig, name) >= 2 for name in NAMES), "all peers settle rounds", 90.0)
@@ -45,7 +45,7 @@ def test_a_list_of_members_needs_no_rendezvous(rig: Rig) -> None:
     workers["p-1"] = peer(rig, "p-1")
     assert [worker.exit_code(150.0) for worker in workers.values()] == [0] * 3
     said = [msgspec.json.decode((rig.out / "peers" / f"{name}.json").read_bytes()) for name in NAMES]
-    assert len({each["digest"] for each in said}) == 1 and all(each["round"] == 60 for each in said)
+    assert len({each["digest"] for each in said}) == 1 and all(each["round"] == 40 for each in said)
     adopted = [record.event for record in rig.records("p-1") if isinstance(record.event, g.Adopted)]
     assert adopted[-1].round > 3  # the state of one that had gone on
     tokens = figures_of(rig.out)["tokens"]

@@ -85,6 +85,7 @@ def test_a_replay_that_is_killed_and_interrupted_goes_on_to_the_same_bits(stormy
     assert found["equal"] and found["digest"] == stormy.facts()["digest"], found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_replay_of_gossip_that_is_killed_and_interrupted_goes_on_to_the_same_bits(rig: Rig) -> None:
     rig.write(
