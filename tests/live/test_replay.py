@@ -66,6 +66,7 @@ def test_a_killed_syncer_a_killed_learner_and_a_batch_of_ones_own_replay_bit_for
     assert found["digest"] == found["recorded_digest"] == stormy.facts()["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_replay_that_is_killed_and_interrupted_goes_on_to_the_same_bits(stormy: Rig) -> None:
     kept = stormy.out / "replay"
