@@ -160,6 +160,7 @@ def test_another_list_is_named_and_not_trained_with() -> None:
     notices = [action.text for _, _, action in rig.actions(m.Notice)]
     assert any("give all members the same file" in text for text in notices)
     assert not any(action.workers for _, _, action in rig.actions(g.Mix))
+    assert rig.finished["p-0"].complete and rig.finished["p-1"].complete  # and it holds up no end
 
 
 def test_one_that_was_there_before_and_finds_nobody_waits_for_somebody() -> None:

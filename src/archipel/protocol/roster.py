@@ -84,6 +84,11 @@ class Roster:
         return g.gossip_of(self.settings)
 
     @property
+    def run(self) -> str:
+        """The run's name."""
+        return str(self.settings.get("run", {}).get("name", ""))
+
+    @property
     def names(self) -> list[str]:
         """All members, sorted."""
         return sorted(one.name for one in self.members)
@@ -173,7 +178,7 @@ class Roster:
         return []
 
     def _heard(self, sender: str, standing: g.Standing) -> list[m.Action]:
-        ours = (str(self.settings.get("run", {}).get("name", "")), self.digest)
+        ours = (self.run, self.digest)
         if (standing.run, standing.agreed) != ours:
             text = (
                 f"{sender} is of run {standing.run!r} with list and settings {standing.agreed}, we of "
@@ -247,7 +252,7 @@ class Roster:
         self.asked = None
         shard = self.names.index(self.name)
         admitted = g.Admitted(
-            run=str(self.settings.get("run", {}).get("name", "")),
+            run=self.run,
             settings=self.settings,
             shard=shard,
             position=max(enrol.position, 0) if enrol.shard == shard else 0,
@@ -258,11 +263,7 @@ class Roster:
 
     def _gathered(self, now: float) -> bool:
         """Whether all are here, or were waited for long enough."""
-        patient_until = self.started_at + self.options.start_s_max
-        if all(self.here.get(name) is not None for name in self.others) or now >= patient_until:
-            return True
-        self.alarm_at = min(self.alarm_at, patient_until)
-        return False
+        return all(self.here.get(name) is not None for name in self.others) or self._waited(now)
 
     def _wait_for_one(self, now: float) -> list[m.Action]:
         """We were in the run before, and nobody else is there: it is over, or all are coming back."""
@@ -305,6 +306,7 @@ class Roster:
         return [m.Notice(text, "warning")]
 
     def _waited(self, now: float) -> bool:
+        """Whether the start is as far behind as others are waited for; the alarm rings when it is."""
         patient_until = self.started_at + self.options.start_s_max
         if now < patient_until:
             self.alarm_at = min(self.alarm_at, patient_until)
@@ -336,6 +338,8 @@ class Roster:
     def _awaited(self, now: float) -> bool:
         """Whether somebody may still come to the end with us: connected, or not long enough away."""
         for name in self.others:
+            if name in self.strangers:
+                continue  # nothing is exchanged with it, the mean neither
             if name in self.here:
                 standing = self.here[name]
                 if standing is None or standing.phase not in ("ended", "over", "left"):
@@ -368,8 +372,7 @@ class Roster:
         return self.rounds.get(name, -1)
 
     def _standing(self) -> g.Standing:
-        run = str(self.settings.get("run", {}).get("name", ""))
-        return g.Standing(run, self.digest, self.phase, self.round, self.root, self.writer)
+        return g.Standing(self.run, self.digest, self.phase, self.round, self.root, self.writer)
 
     def _say(self, *, writer: str | None = None) -> list[m.Action]:
         """Return the word to all who are connected."""

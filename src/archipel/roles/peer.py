@@ -168,6 +168,11 @@ def peer_worker(
     told: list[str] = []
     if bool(home) == (listed is not None):
         raise ConfigError("a peer finds the others by a rendezvous or by a list of members: give one of them")
+    if listed is not None and advertise:
+        raise ConfigError(
+            f"--advertise {advertise} goes with a rendezvous: with a list, [members] says where a peer is "
+            "reached; write it there, and give --listen if the peer listens elsewhere"
+        )
     if listed is not None:
         listen, told = member_arguments(listed, known["name"], listen, own_model=own_model)
     if advertise:
