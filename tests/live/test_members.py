@@ -61,3 +61,36 @@ def test_a_name_that_is_not_in_the_list_is_refused(rig: Rig) -> None:
     worker = peer(rig, "c")
     assert worker.exit_code() != 0
     assert "'c' is not in [members] (a, b): give --name" in worker.output
+
+
+def test_own_loop_finds_the_others_in_the_list(rig: Rig) -> None:
+    script = rig.folder / "own.py"
+    script.write_text(
+        "import sys, torch, archipel\n"
+        "torch.manual_seed(ord(sys.argv[1]))\n"  # weights of their own: the second clones the first
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)\n"
+        "where = {'members': sys.argv[2], 'name': sys.argv[1], 'out': sys.argv[3]}\n"
+        "with archipel.Peer(model, optimizer, **where) as peer:\n"
+        "    while not peer.done:\n"
+        "        inputs = torch.randn(8, 4)\n"
+        "        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()\n"
+        "        loss.backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "        peer.step(tokens=8)\n"
+        "print(f'ends at {peer.round} {peer.shard} {model.weight.sum().item():.6f}')\n"
+    )
+    members = {name: f"127.0.0.1:{port}" for name, port in zip("ab", free_ports(2), strict=True)}
+    rig.write(gossip={"peers": 2, "rounds": 6, "local_steps": 10, "scheme": "one_peer"}, members=members)
+    workers = [rig.start(n, str(script), n, str(rig.config), str(rig.out / n)) for n in "ab"]
+    assert [worker.exit_code() for worker in workers] == [0, 0]
+    ends = [worker.output.splitlines()[-1].split() for worker in workers]
+    assert [end[2:4] for end in ends] == [["6", "0"], ["6", "1"]] and ends[0][-1] == ends[1][-1]
+    assert figures_of(rig.out / "b")["complete"]
+
+
+def test_an_address_to_be_told_is_refused_where_the_list_says_it(rig: Rig) -> None:
+    rig.write(gossip={"peers": 2}, members={"a": "127.0.0.1:7001", "b": "127.0.0.1:7002"})
+    argv = ["--name", "a", "--out", str(rig.out), "--advertise", "10.0.0.1:7001"]
+    worker = rig.archipel("a", "peer", str(rig.config), *argv)
+    assert worker.exit_code() != 0
+    assert "--advertise 10.0.0.1:7001 goes with a rendezvous" in worker.output

@@ -1,6 +1,7 @@
 """A whole gossip run in memory: machines, a network of fixed delays, compute ports that count and answer."""
 
 import heapq
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from archipel.protocol import gossip as g
 from archipel.protocol import messages as m
 from archipel.protocol.peer import PeerMachine
 from archipel.protocol.rendezvous import RendezvousMachine
+from archipel.protocol.topology import SCHEMES
 
 SCHEMA = (m.TensorSpec("w", (2,)),)
 
@@ -208,3 +210,16 @@ def cut(rig: Rig, one: str, other: str) -> None:
         rig.open.discard(pair)
         for here, there in ((one, other), (other, one)):
             rig.at(rig.now + 0.01, rig.handle, here, m.Disconnected(there, "cut"))
+
+
+def random_options(rng: random.Random, n: int, **fixed: Any) -> g.GossipOptions:
+    """Return options of a storm's run with n peers, but for what is fixed."""
+    return g.GossipOptions(
+        peers=n,
+        rounds=rng.randint(4, 25),
+        local_steps=rng.choice([1, 3, 8]),
+        scheme=rng.choice(SCHEMES),
+        adapt=rng.random() < 0.7,
+        timeout_s_max=rng.choice([2.0, 10.0, 40.0]),
+        **fixed,
+    )

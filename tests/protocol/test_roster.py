@@ -14,9 +14,8 @@ from archipel.protocol import gossip as g
 from archipel.protocol import messages as m
 from archipel.protocol.peer import PeerMachine
 from archipel.protocol.roster import Roster
-from archipel.protocol.topology import SCHEMES
 
-from .gossip_rig import Costs, Rig, cut
+from .gossip_rig import Costs, Rig, cut, random_options
 from .test_gossip_storms import check
 
 FIRST, LAST = (int(part) for part in os.environ.get("ARCHIPEL_SEEDS", "0:150").split(":"))
@@ -229,13 +228,9 @@ def storm(seed: int) -> ListRig:
     """Return a rig whose faults are scheduled; each is over by the time the run must end."""
     rng = random.Random(seed)
     n = rng.randint(1, 7)
-    options = g.GossipOptions(
-        peers=n,
-        rounds=rng.randint(4, 25),
-        local_steps=rng.choice([1, 3, 8]),
-        scheme=rng.choice(SCHEMES),
-        adapt=rng.random() < 0.7,
-        timeout_s_max=rng.choice([2.0, 10.0, 40.0]),
+    options = random_options(
+        rng,
+        n,
         start_s_max=rng.choice([40.0, 60.0]),
         lease_s=rng.choice([15.0, 40.0]),
         checkpoint_rounds=rng.choice([0, 2, 5]),
