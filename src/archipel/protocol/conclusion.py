@@ -4,10 +4,12 @@ The rendezvous names a writer and the members. The writer passes that on, so tha
 answer; each sends its model; the writer adds them up as they come, divides, and sends the mean to all. A
 member that is lost on the way makes the rendezvous name members anew, under another attempt.
 
-Invariants: a mean is made of exactly the members of its attempt; the writer stays until each of them has the
-mean or is gone and the rendezvous knows of it, but no longer than a while after.
+Invariants: a mean is made of exactly the members of its attempt; the writer stays until the rendezvous knows
+of it and each of them has it or has been away for a lease, but no longer than a while after. Whoever comes
+back within the lease is sent it again.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from . import gossip as g
@@ -23,7 +25,9 @@ class Conclusion:
     losses: dict[str, float] = field(default_factory=dict)  # of the members whose models are on their way in
     summed: int = 0  # models added so far
     served: dict[str, None] = field(default_factory=dict)  # members that have the mean, or are gone
+    away: dict[str, float] = field(default_factory=dict)  # members without a channel: when they count as gone
     concluded: g.Concluded | None = None  # the mean is made
+    patient_until: float = math.inf  # when all who have not taken it count as gone
     over: bool = False
 
     @property
@@ -57,10 +61,12 @@ class Conclusion:
         return [g.Gather(attempt, self.name)]
 
     def final(self, sender: str, final: g.Final) -> list[m.Action]:
-        """A member's model is here."""
+        """A member's model is here; from one that lost its channel on the way, perhaps once more."""
         conclude = self.conclude
         if conclude is None or not self.writing or final.attempt != conclude.attempt:
             return []
+        if self.concluded is not None and sender in conclude.members:
+            return [m.Send(sender, g.Mean(self.concluded.digest, conclude.attempt))]
         if sender not in conclude.members or sender in self.losses:
             return []
         self.losses[sender] = final.loss
@@ -77,29 +83,32 @@ class Conclusion:
         losses = tuple(self.losses[name] for name in conclude.members)
         return [g.Average(attempt, conclude.members, losses)]
 
-    def averaged(self, event: g.Averaged) -> list[m.Action]:
+    def averaged(self, event: g.Averaged, patient_until: float) -> list[m.Action]:
         """The mean is made: take it, tell the rendezvous, send it to all."""
         conclude = self.conclude
         if conclude is None or event.attempt != conclude.attempt or self.made:
             return []
         concluded = self.concluded = g.Concluded(event.digest, event.figures, event.attempt)
-        others = [name for name in conclude.members if name != self.name and name not in self.served]
+        self.patient_until = patient_until
+        others = [name for name in conclude.members if name != self.name]
         means = [m.Send(name, g.Mean(event.digest, event.attempt)) for name in others]
-        self._look()
-        return [g.Accept(event.digest), m.Send(g.RENDEZVOUS, concluded), *means]
+        return [g.Accept(event.digest), m.Send(g.RENDEZVOUS, concluded), *means, *self._alarm()]
 
     def connected(self, worker: str) -> list[m.Action]:
         """A channel is open again: what was said over the old one may not have arrived."""
         if worker == g.RENDEZVOUS:
             return [m.Send(worker, self.concluded)] if self.concluded is not None else []
+        self.away.pop(worker, None)
         conclude = self.conclude
-        if conclude is None or not self.writing or worker not in conclude.members or worker in self.losses:
+        if conclude is None or not self.writing or worker not in conclude.members:
             return []
-        return [m.Send(worker, conclude)]
+        return [m.Send(worker, conclude)] if self.made or worker not in self.losses else []
 
-    def disconnected(self, worker: str) -> list[m.Action]:
-        """A channel is gone: whoever should have the mean over it will hear that the run is over."""
-        return self.told(worker) if self.made and worker != g.RENDEZVOUS else []
+    def disconnected(self, worker: str, gone_at: float) -> list[m.Action]:
+        """A channel is gone; if it is not back by then, so is the member."""
+        if worker != g.RENDEZVOUS:
+            self.away[worker] = gone_at
+        return self._alarm()
 
     def told(self, worker: str) -> list[m.Action]:
         """A member has the mean, or is gone."""
@@ -107,6 +116,19 @@ class Conclusion:
             self.served[worker] = None
             self._look()
         return []
+
+    def woke(self, now: float) -> list[m.Action]:
+        """Time has passed: who has been away for too long is not waited for, and at last nobody is."""
+        for worker in [worker for worker, at in self.away.items() if now >= at]:
+            del self.away[worker]
+            self.told(worker)
+        self.over = self.over or now >= self.patient_until
+        return self._alarm()
+
+    def _alarm(self) -> list[m.Action]:
+        if not self.made:
+            return []
+        return [m.Wake(min([self.patient_until, *self.away.values()]))]
 
     def mean(self, sender: str, digest: str, rounds: int) -> list[m.Action]:
         """The mean is here."""

@@ -137,8 +137,7 @@ class PeerMachine:
             case g.Gathered(attempt=attempt):
                 return self.conclusion.gathered(attempt)
             case g.Averaged():
-                patience = m.Wake(now + self.options.start_s_max)
-                return self._conclusion([*self.conclusion.averaged(event), patience])
+                return self._conclusion(self.conclusion.averaged(event, now + self.options.start_s_max))
             case _:
                 return []
 
@@ -314,7 +313,7 @@ class PeerMachine:
             again = [m.Notice(f"no state from {self.donor} yet: asking again", "warning"), self._enrol()]
             return [*again, m.Wake(now + CLONE_S_MAX)]
         if self.state == "concluding" and self.conclusion.made:
-            return self._leave("", complete=True)
+            return self._conclusion(self.conclusion.woke(now))
         return self.rounds.woke(now)
 
     def _disconnected(self, now: float, worker: str, reason: str) -> list[m.Action]:
@@ -323,7 +322,7 @@ class PeerMachine:
         self.asked = "" if worker == self.asked else self.asked
         self.guests.pop(worker, None)  # it will ask anew, and we shall be told anew
         if self.state == "concluding":
-            return self._conclusion(self.conclusion.disconnected(worker))
+            return self._conclusion(self.conclusion.disconnected(worker, now + self.options.lease_s))
         if self.state == "cloning" and worker == self.donor:
             return [self._enrol()]
         return self.rounds.disconnected(now, worker, reason)

@@ -188,11 +188,19 @@ class Roster:
             return [m.Notice(text, "warning")]
         self.here[sender] = standing
         self.over = self.over or standing.phase == "over"
-        if standing.phase == "gathering" and self.conclude is not None and self.conclude.writer == sender:
-            self.conclude = None  # it died on the way to the mean, and knows nothing of it
+        if self.conclude is not None and self._breaks_off(self.conclude, sender, standing):
+            self.conclude = None
             return self._say(writer="")
         self.rounds[sender] = max(self.rounds.get(sender, -1), standing.round)
         return []
+
+    def _breaks_off(self, conclude: g.Conclude, sender: str, standing: g.Standing) -> bool:
+        """Whether nothing will come of an attempt at the mean: its writer makes none any more, or we do, and
+        a member has died on the way, and knows nothing of it."""
+        if conclude.writer == sender:
+            return standing.writer != sender
+        ours = conclude.writer == self.name and not self.made
+        return ours and sender in conclude.members and standing.phase == "gathering"
 
     def told(self, message: m.Message) -> tuple[list[m.Action], list[m.AnyMessage]]:
         """Take what our peer says to the rendezvous. Returns what to say to others, and the answers to it."""
