@@ -214,12 +214,11 @@ def cut(rig: Rig, one: str, other: str) -> None:
 
 def random_options(rng: random.Random, n: int, **fixed: Any) -> g.GossipOptions:
     """Return options of a storm's run with n peers, but for what is fixed."""
-    return g.GossipOptions(
-        peers=n,
-        rounds=rng.randint(4, 25),
-        local_steps=rng.choice([1, 3, 8]),
-        scheme=rng.choice(SCHEMES),
-        adapt=rng.random() < 0.7,
-        timeout_s_max=rng.choice([2.0, 10.0, 40.0]),
-        **fixed,
-    )
+    drawn = {
+        "rounds": rng.randint(4, 25),
+        "local_steps": rng.choice([1, 3, 8]),
+        "scheme": rng.choice(SCHEMES),
+        "adapt": rng.random() < 0.7,
+        "timeout_s_max": rng.choice([2.0, 10.0, 40.0]),
+    }
+    return g.GossipOptions(peers=n, **{**drawn, **fixed})

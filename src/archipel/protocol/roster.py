@@ -12,7 +12,7 @@ A list cannot tell a peer that died from one that is cut off. Two groups that do
 with a mean of their own; a rendezvous prevents that.
 
 Invariants: list and settings are the same for all, or there is no exchange; nobody concludes while
-a connected member is on its way to the end; no two attempts at a mean have one number.
+a connected member is on its way to the end; no two attempts of one process at a mean have one number.
 """
 
 import hashlib
@@ -220,7 +220,7 @@ class Roster:
                 self.made = True
                 return self._say(), [g.Got(self.options.rounds)]
             case m.Leave():
-                self.phase = "over" if self.made else "left"
+                self.phase = "over" if self.made or self.over else "left"
                 return self._say(), []
             case g.Report(round=number, fate=fate) if fate != "late":
                 self.round = number + 1
