@@ -60,7 +60,6 @@ COMMON = [
     "run.seed=0", "model.width=96", "model.layers=2", "model.heads=4", "data.sequence=64", "data.batch=4",
     "optimizer.lr=3e-3", "optimizer.warmup_steps=30", "optimizer.schedule=constant",
     "evaluate.every_rounds=1", "evaluate.batches=8", "evaluate.batch=16",
-    "network.keepalive_s=10.0", "network.keepalive_timeout_s=30.0",  # a ping waits behind payloads, too
 ]  # fmt: skip
 GOSSIP = [
     f"gossip.peers={WORKERS}", f"gossip.local_steps={LOCAL_STEPS}", "gossip.outer_lr=0.7",

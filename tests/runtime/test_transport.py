@@ -74,6 +74,26 @@ def test_a_control_frame_overtakes_a_payload_on_a_slow_line() -> None:
     assert max(up, down) < 1.5 * len(payload)
 
 
+@pytest.mark.parametrize("up", [True, False])
+def test_a_payload_that_takes_longer_than_a_sign_of_life_may_is_no_death(up: bool) -> None:
+    options = NetworkOptions(keepalive_s=0.3, keepalive_timeout_s=0.5, backoff_s_min=0.02, backoff_s_max=0.1)
+    payload = bytes(8 << 20)
+    with serving(options) as (server, server_sink, address):
+        relay = Relay(address)
+        with client_of(relay.start(), options=options) as (client, sink):
+            sink.wait("connected")
+            # At full speed first: that opens windows, and seconds of the next payload are sent at once.
+            for count, bytes_per_s in ((1, 0.0), (2, 2e6)):
+                relay.throttle(bytes_per_s)
+                if up:
+                    client.send_bulk(b"push", payload)
+                else:
+                    server.send_bulk("learner-0", 0, b"update", payload)
+                until(lambda n=count: (server if up else client).bytes_in >= n * len(payload))
+            assert not sink.said("disconnected") and not server_sink.said("disconnected")
+        relay.stop()
+
+
 @pytest.mark.parametrize("size", [0, 1, 64 << 10, (64 << 10) + 1, 3_000_000])
 def test_a_payload_arrives_whole_both_ways(size: int) -> None:
     payload = os.urandom(size)

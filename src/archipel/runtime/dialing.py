@@ -213,7 +213,8 @@ class Client:
     def _connect(self) -> tuple[bool, bool]:
         """Make one connection and serve it to its end. Return (it was accepted, it is time to give up)."""
         try:
-            link = Link(self._channel(), self._channel(), Line(self._options.backlog_frames_max))
+            line = Line(self._options.backlog_frames_max)
+            link = Link(self._channel(), self._channel(payloads=True), line)
         except SecurityError as error:
             self._fail(str(error), refused=True)
             return False, False
@@ -242,8 +243,8 @@ class Client:
         self._fail(advice or reason, refused=advice is not None)
         return accepted, False
 
-    def _channel(self) -> grpc.Channel:
-        options = wire.channel_options(self._options, serving=False)
+    def _channel(self, *, payloads: bool = False) -> grpc.Channel:
+        options = wire.channel_options(self._options, serving=False, payloads=payloads)
         if self._security is None:
             return grpc.insecure_channel(self._address, options)
         return grpc.secure_channel(self._address, self._security.channel_credentials(), options)
@@ -252,7 +253,7 @@ class Client:
         """Say hello and return the server's verdict. RpcError or PayloadError if none comes in time."""
         link.line.put(wire.encode(wire.Hello(self._worker, self._run, PROTOCOL_VERSION, link.token)))
         control = link.channel.stream_stream(f"/{wire.SERVICE}/{wire.CONTROL}")
-        link.call = control(link.line.frames())
+        link.call = control(link.line.frames(self._options.keepalive_s))
         self._attempt = link
         patience = threading.Timer(self._options.connect_s_max, link.cut, ["no answer to the hello"])
         patience.daemon = True

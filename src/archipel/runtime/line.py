@@ -65,9 +65,15 @@ class Line:
         """Let `frames` end behind what is queued now."""
         self._frames.put(None)
 
-    def frames(self) -> Iterator[bytes]:
-        """Yield queued frames, waiting for more, until `finish`."""
-        while (frame := self._frames.get()) is not None:
+    def frames(self, sign_s: float | None = None) -> Iterator[bytes]:
+        """Yield queued frames, waiting for more, until `finish`; a sign of life after each pause so long."""
+        while True:
+            try:
+                frame = self._frames.get(timeout=sign_s)
+            except queue.Empty:
+                frame = wire.SIGN
+            if frame is None:
+                return
             yield frame
 
 

@@ -12,12 +12,15 @@ frames come first in first out; a second connection of the same name ends the fi
 Payload bytes are shared, not copied, between workers: a buffer must not change until it is sent.
 Payloads have a TCP connection beside that of the control frames, which wait for none on a slow line.
 
+A client gives a sign of life on the control stream in every pause; a server cuts one whose signs stay away.
+
 Threads: gRPC's sync server needs one for each open stream, so a connected worker costs a server three, and a
 fourth while it uploads; they are made when needed, are daemons, and end with the stream. No process may fork
 once gRPC runs.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -75,6 +78,9 @@ class Session:
     uploading: threading.Lock = field(default_factory=threading.Lock)  # one upload at a time
     downloading: threading.Lock = field(default_factory=threading.Lock)  # one download stream a connection
     status: grpc.StatusCode = grpc.StatusCode.ABORTED  # of the control stream, if we end it
+    heard_at: float = field(
+        default_factory=time.monotonic
+    )  # the last sign of life; infinite while it is heard
 
 
 class Server:
@@ -105,6 +111,7 @@ class Server:
         )  # one connection begins at a time, so that names are replaced in order
         self._server: grpc.Server | None = None
         self._bound = ""
+        self._stopped = threading.Event()
 
     @property
     def bytes_in(self) -> int:
@@ -125,6 +132,7 @@ class Server:
         address = self._bound or self.bind()
         assert self._server is not None
         self._server.start()
+        threading.Thread(target=self._watch, name="archipel-watch", daemon=True).start()
         return address
 
     def bind(self) -> str:
@@ -193,6 +201,7 @@ class Server:
             return
         with self._lock:
             sessions = list(self._sessions.values())
+        self._stopped.set()
         stopped = self._server.stop(grace_s)
         for session in sessions:
             self._close(session, "the server stops")
@@ -276,8 +285,12 @@ class Server:
                     reason = f"a control frame of {len(frame)} bytes exceeds network.frame_bytes_max"
                     break
                 self._traffic.add(session.worker, bytes_in=len(frame))
-                if not session.line.tell(self._sink.received, session.worker, frame, None, 0.0):
+                session.heard_at = math.inf
+                if frame != wire.SIGN and not session.line.tell(
+                    self._sink.received, session.worker, frame, None, 0.0
+                ):
                     break
+                session.heard_at = time.monotonic()
         except grpc.RpcError:
             reason = "the connection broke"
         self._end(session, reason)
@@ -345,6 +358,22 @@ class Server:
         return session if session is not None and session.line.live else None
 
     # ---- ends ----
+
+    def _watch(self) -> None:
+        """Cut workers whose signs of life stay away, until the server stops."""
+        often_s = min(self._options.keepalive_s, self._options.keepalive_timeout_s) / 2
+        silence_s_max = self._options.keepalive_s + self._options.keepalive_timeout_s
+        looked_at = time.monotonic()
+        while not self._stopped.wait(often_s):
+            now = time.monotonic()
+            asleep_s, looked_at = now - looked_at - often_s, now
+            with self._lock:
+                sessions = list(self._sessions.values())
+            for session in sessions:
+                if asleep_s > often_s and session.heard_at < now:
+                    session.heard_at = now  # it is we who were away: what was said meanwhile comes now
+                if now - session.heard_at > silence_s_max:
+                    self._cut(session, f"no sign of life for {silence_s_max:.3g} s")
 
     def _close(self, session: Session, reason: str) -> None:
         session.line.reason = session.line.reason or reason

@@ -26,6 +26,10 @@ TOKEN_KEY = "archipel-token"  # metadata of a bulk stream: the token of the conn
 NAME_CHARACTERS_MAX = 200
 REASON_CHARACTERS_MAX = 1000  # a reason may travel in HTTP/2 trailers, which are limited to 8 KiB
 ENVELOPE_BYTES = 1024  # what a header or hello adds to the message inside
+SIGN = b""  # a control frame that only says: I live
+PAYLOAD_TIMEOUT_S = (
+    120.0  # for a sign of life from a connection of payloads: it waits behind megabytes of them
+)
 
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -42,8 +46,8 @@ class NetworkOptions(Struct, frozen=True, forbid_unknown_fields=True):
     window_bytes: int = 0
     workers_max: int = 1024  # connections a server holds at once; each costs it about 4 threads
     backlog_frames_max: int = 4096  # control frames waiting for one worker: more, and it is cut off
-    keepalive_s: float = 2.0  # a silent connection is asked for a sign of life this often
-    keepalive_timeout_s: float = 3.0  # and is cut when none comes for so long
+    keepalive_s: float = 2.0  # signs of life are given, and asked for, this often
+    keepalive_timeout_s: float = 3.0  # a connection is cut when one is late by so long
     connect_s_max: float = 5.0  # from the first packet to the server's word on the hello
     resolve_s_max: float = 4.0  # for the address to resolve when a client starts
     backoff_s_min: float = 0.1  # pause before the first reconnection; doubles, with jitter
@@ -80,14 +84,21 @@ def _require(holds: bool, rule: str) -> None:
         raise ConfigError(rule)
 
 
-def channel_options(options: NetworkOptions, *, serving: bool) -> list[tuple[str, int]]:
+def channel_options(
+    options: NetworkOptions, *, serving: bool, payloads: bool = False
+) -> list[tuple[str, int]]:
     """Return gRPC's arguments: size limits, and keepalive that notices a frozen peer within about 5 s.
+
+    `payloads`: of the connection that carries them. There, and at a server, which cannot tell the two apart,
+    keepalive is patient: a ping waits behind what is sent already, on a slow line for longer than any death
+    should take. A server watches its clients' signs on the control stream instead.
 
     `grpc.http2.ping_timeout_ms` is the one that counts (its default is 60 s), and a server must tolerate
     pings as frequent as its clients', or it answers them with GOAWAY.
     """
     message_bytes_max = max(options.chunk_bytes, options.frame_bytes_max) + ENVELOPE_BYTES
-    keepalive_ms, timeout_ms = int(options.keepalive_s * 1000), int(options.keepalive_timeout_s * 1000)
+    patience_s = max(options.keepalive_timeout_s, PAYLOAD_TIMEOUT_S if serving or payloads else 0.0)
+    keepalive_ms, timeout_ms = int(options.keepalive_s * 1000), int(patience_s * 1000)
     chosen = [
         ("grpc.max_receive_message_length", message_bytes_max),
         ("grpc.max_send_message_length", message_bytes_max),
