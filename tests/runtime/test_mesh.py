@@ -1,5 +1,6 @@
 """A mesh: who dials whom, one conversation a pair, both ways over it, and the bytes it counts."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import pytest
 from archipel.errors import PayloadError
 from archipel.protocol.gossip import Address
 from archipel.runtime.mesh import Mesh
+from archipel.runtime.transport import Client
 
 from .conftest import BRISK, DEADLINE_S
 
@@ -127,6 +129,27 @@ def test_who_is_no_member_any_more_is_hung_up_on(town: Town) -> None:
     town.ears["a"].wait("disconnected", "b")
     town.ears["a"].wait("connected", "z")
     assert ("disconnected", "z") not in town.ears["a"].words
+
+
+def clients() -> list[Client]:
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, Client)]
+
+
+def test_connections_that_were_hung_up_leave_their_counts_and_nothing_else(town: Town) -> None:
+    kept = len(clients())
+    mesh = town.open("a")
+    town.open("b")
+    for times in range(1, 4):
+        mesh.know([Address("b", town.addresses["b"])])
+        town.ears["a"].wait("connected", "b", times=times)
+        mesh.send("b", b"word")
+        town.ears["b"].wait("received", "a", b"word", None, times=times)
+        mesh.know([])
+        town.ears["a"].wait("disconnected", "b", times=times)
+    # The threads of a client hold it until it has stopped.
+    eventually(lambda: len(clients()) <= kept)
+    assert mesh.bytes_out == 3 * len(b"word")
 
 
 def test_only_payloads_that_were_taken_count_as_sent(town: Town) -> None:

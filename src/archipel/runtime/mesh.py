@@ -54,7 +54,8 @@ class Mesh:
         self._security = security
         self._server: Server | None = None
         self._dialled: dict[str, Outward] = {}
-        self._hung_up: list[Client] = []
+        self._hung_up: list[Client] = []  # until what is queued there has left
+        self._past_bytes = [0, 0]  # in, out, of clients that are gone
         self._tensors = Counter[tuple[str, str]]()
         self._kinds = Counter[str]()
         self._lock = threading.Lock()  # of what is counted
@@ -132,12 +133,14 @@ class Mesh:
     @property
     def bytes_in(self) -> int:
         """Bytes received since the start, headers of gRPC and TLS left out."""
-        return sum(end.bytes_in for end in self._ends())
+        with self._lock:
+            return self._past_bytes[0] + sum(end.bytes_in for end in self._ends())
 
     @property
     def bytes_out(self) -> int:
         """Bytes sent since the start."""
-        return sum(end.bytes_out for end in self._ends())
+        with self._lock:
+            return self._past_bytes[1] + sum(end.bytes_out for end in self._ends())
 
     def tensor_bytes(self, worker: str) -> tuple[int, int]:
         """Return the payload bytes received whole from a worker, and those that left for it."""
@@ -177,7 +180,16 @@ class Mesh:
         line = self._dialled.pop(worker)
         self._hung_up.append(line.client)
         # In a thread of its own: it may wait for the other side, and who asks for this must not.
-        threading.Thread(target=line.client.stop, args=(HANG_UP_S,), daemon=True).start()
+        threading.Thread(target=self._let_go, args=(line.client,), daemon=True).start()
+
+    def _let_go(self, client: Client) -> None:
+        """Close a connection that is not needed any more, and keep its counts: a run may see thousands."""
+        client.stop(HANG_UP_S)
+        with self._lock:
+            if client in self._hung_up:
+                self._hung_up.remove(client)
+                self._past_bytes[0] += client.bytes_in
+                self._past_bytes[1] += client.bytes_out
 
 
 class Outward:
