@@ -59,7 +59,7 @@ def _checkpoint(rig: Rig) -> tuple[SyncerState, OuterState]:
     config = configuration.load(rig.config)
     schema, _, _ = initial_weights(config, "")
     outer = OuterState(schema, config.sync)
-    outer.restore(found.arrays("weights"), found.arrays("momentum"), state.versions)
+    outer.restore(found.tensors("weights"), found.tensors("momentum"), state.versions)
     return state, outer
 
 

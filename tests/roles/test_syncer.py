@@ -1,6 +1,8 @@
 """The syncer's process in one piece: opening, what it lets in, and what it leaves."""
 
 import json
+import time
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,7 @@ from archipel.roles.result import completed, conclude
 from archipel.roles.syncer import Opening, data_digest, open_syncer, seeded
 from archipel.runtime.host import Envelope
 from archipel.train import corpus, models
+from archipel.train.compute import FragmentState
 from archipel.train.options import ModelOptions
 
 torch.set_num_threads(1)
@@ -133,6 +136,24 @@ def test_checkpoint_is_resumed_only_when_asked_to(opened, tmp_path: Path) -> Non
         opened("sync.fragments=4", resume=True)
     with pytest.raises(CheckpointError, match="belongs to run 'run', not to 'other'"):
         opened("run.name=other", resume=True)
+
+
+def test_a_checkpoint_that_was_written_holds_no_weights(opened, tmp_path: Path) -> None:
+    role = opened()
+    writer = role._threads[1]
+    writer.start()
+    role._save(1)
+    deadline = time.monotonic() + 15.0
+    while role.saved is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list((tmp_path / "checkpoints").iterdir())
+    old = [weakref.ref(tensor) for tensor in (role.outer.states[0].weights, role.outer.states[0].momentum)]
+    role.outer.states[0] = FragmentState(1, torch.zeros(1), torch.zeros(1))
+    while any(ref() is not None for ref in old) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    role._saves.put(None)
+    writer.join()
+    assert [ref() for ref in old] == [None, None]
 
 
 def test_result_is_that_of_the_last_checkpoint(opened, tmp_path: Path) -> None:

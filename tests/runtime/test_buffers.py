@@ -2,11 +2,12 @@
 
 import gc
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from archipel.runtime.buffers import Buffers, size_class
+from archipel.runtime.buffers import Buffers, mapped, size_class
 
 LENGTH = 100_000
 
@@ -41,6 +42,23 @@ def test_a_view_keeps_its_buffer(view):
     assert buffers.unused == 0
     del kept
     assert buffers.unused == 1
+
+
+@pytest.mark.parametrize("size", [4096, 3 << 20])
+def test_mapped_memory_goes_back_to_the_system(size):
+    start = address(block := mapped(size))
+    block[:] = 7
+    assert block.sum() == 7 * size
+    assert in_use(start)
+    del block
+    assert not in_use(start)
+
+
+def in_use(at: int) -> bool:
+    """Return whether an address is mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(first <= at < last for first, last in spans)
 
 
 def test_a_tensor_keeps_its_buffer():

@@ -196,7 +196,7 @@ def test_checkpoint_restores_weights_momentum_and_versions_bit_for_bit():
         push(outer, random(number))
         outer.merge(0, number)
     held = outer.arrays(list(outer.states))
-    again.restore(held["weights"], held["momentum"], [3])
+    again.restore(held["weights"].items(), held["momentum"].items(), [3])
     assert digests(again) == digests(outer) and again.states[0].version == 3
     for each in (outer, again):
         push(each, random(9))
@@ -207,7 +207,7 @@ def test_checkpoint_restores_weights_momentum_and_versions_bit_for_bit():
 def test_checkpoint_of_another_split_is_refused():
     outer = begun()
     with pytest.raises(CheckpointError, match="does not have 20 elements"):
-        outer.restore({"00000": np.zeros(7, np.float32)}, {"00000": np.zeros(7, np.float32)}, [1])
+        outer.restore([("00000", np.zeros(7, np.float32))], [("00000", np.zeros(7, np.float32))], [1])
 
 
 def test_states_taken_earlier_keep_their_digest():

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..errors import CheckpointError, DataError, ModelError, PayloadError
 from ..protocol import messages as m
 from ..protocol.syncer import SyncerMachine, SyncerState
 from ..runtime import checkpoint, security, wire
-from ..runtime.buffers import Buffers
+from ..runtime.buffers import Buffers, mapped
 from ..runtime.host import Host, decode_envelope
 from ..runtime.transport import Server
 from ..tape.replay import seed_of
@@ -53,7 +53,15 @@ class Snapshot:
 class SyncerRole:
     """The transport's sink and the host's port of the syncer."""
 
-    def __init__(self, machine: SyncerMachine, outer: OuterState, tape: TapeWriter, directory: Path) -> None:
+    def __init__(
+        self,
+        machine: SyncerMachine,
+        outer: OuterState,
+        tape: TapeWriter,
+        directory: Path,
+        buffers: Buffers,
+    ) -> None:
+        """`buffers`: where `outer` has its room, and pushes theirs."""
         self.machine = machine
         self.outer = outer
         self.tape = tape
@@ -62,9 +70,7 @@ class SyncerRole:
         self.keep = 3
         self.saved: Snapshot | None = None  # the newest one taken, while it is written; the last one for good
         self._directory = directory
-        # Of one round: pushes on their way, two sums, new weights and momentum.
-        self._buffers = Buffers(kept=machine.options.pulls_max + 4)
-        outer.room = self._buffers.floats
+        self._buffers = buffers
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._encoded: dict[int, tuple[int, Any, int]] = {}  # fragment -> (version, bytes, checksum)
@@ -174,7 +180,7 @@ class SyncerRole:
     # ---- checkpoints ----
 
     def _save(self, number: int) -> None:
-        states = list(self.outer.states)
+        states = [replace(held, before=None) for held in self.outer.states]
         state = self.machine.state()
         # A merge whose word has not come back yet is in the tensors: the versions are theirs.
         state.versions = [held.version for held in states]
@@ -182,16 +188,22 @@ class SyncerRole:
         self._saves.put(self.saved)
 
     def _write_checkpoints(self) -> None:
-        while True:
-            waiting = [self._saves.get()]
-            while not self._saves.empty():
-                waiting.append(self._saves.get())
-            # A newer one takes the place of those that were not begun.
-            newest = next((snapshot for snapshot in reversed(waiting) if snapshot is not None), None)
-            if newest is not None:
-                self._write(newest)
-            if None in waiting:
-                return
+        while self._write_newest():
+            pass
+
+    def _write_newest(self) -> bool:
+        """Wait for a snapshot and write it; return whether more may come.
+
+        Nothing of it is held when this returns: what later merges replace may go.
+        """
+        waiting = [self._saves.get()]
+        while not self._saves.empty():
+            waiting.append(self._saves.get())
+        # A newer one takes the place of those that were not begun.
+        newest = next((snapshot for snapshot in reversed(waiting) if snapshot is not None), None)
+        if newest is not None:
+            self._write(newest)
+        return None not in waiting
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
@@ -242,7 +254,7 @@ def restore(machine: SyncerMachine, outer: OuterState, found: checkpoint.Checkpo
             f"{found.path} has {len(state.versions)} fragments, sync.fragments={len(outer.fragments)}: "
             "resume with the options of the run that wrote it"
         )
-    outer.restore(found.arrays("weights"), found.arrays("momentum"), state.versions)
+    outer.restore(found.tensors("weights"), found.tensors("momentum"), state.versions)
     machine.restore(msgspec.json.decode(found.state, type=SyncerState))
     return state
 
@@ -339,6 +351,9 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
     schema, weights, model = initial_weights(config, opening.init)
     config = msgspec.structs.replace(config, model=model)
     outer = OuterState(schema, config.sync)
+    # Of one round: pushes on their way, two sums, new weights and momentum.
+    buffers = Buffers(kept=config.sync.pulls_max + 4, make=mapped)
+    outer.room = buffers.floats
     machine = SyncerMachine(
         run=config.run.name,
         options=config.sync,
@@ -350,12 +365,13 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
     if found is None:
         outer.begin(weights)
     else:
+        weights.clear()
         state = restore(machine, outer, found)
         log.info("resumed path=%s tick=%d digest=%s", found.path.name, machine.tick, outer.digest())
     init = str(Path(opening.init).resolve()) if opening.init else ""
     environment = {**_sizes(outer), "init": init, "weights": outer.digest()}
     tape = _tape(config, opening.out, {**machine.settings, **seed_of(machine, state)}, environment)
-    role = SyncerRole(machine, outer, tape, directory)
+    role = SyncerRole(machine, outer, tape, directory, buffers)
     role.keep = config.checkpoint.keep
     role.server = _listen(role, config, opening)
     return role

@@ -9,6 +9,8 @@ Invariants: a buffer in use is never given twice; at most `kept` unused ones are
 the system; a buffer is longer than asked for by at most an eighth.
 """
 
+import contextlib
+import mmap
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,11 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 PAGE = 4096
+HUGE_PAGE = 2 << 20
 
 
 def private(size: int) -> npt.NDArray[np.uint8]:
     """Return memory of this process alone."""
     return np.empty(size, np.uint8)
+
+
+def mapped(size: int) -> npt.NDArray[np.uint8]:
+    """Return memory of this process alone that goes back to the system when it is freed.
+
+    Not all does: the C library keeps what one thread has freed in a heap that other threads do not use.
+    """
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: only more page faults
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(block, np.uint8)
 
 
 class Buffers:

@@ -9,7 +9,7 @@ leaves weights, momentum and sums as they were, a merge that does leaves weights
 sums; memory does not depend on the number of learners.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,9 @@ class OuterState:
         """Take the initial weights, version 0, from whole tensors by name."""
         self.states = []
         for fragment in self.fragments:
-            weights = torch.from_numpy(flatten(tensors, fragment))
-            self.states.append(FragmentState(0, weights, outer.init(fragment.numel)))
+            weights = self._tensor(fragment.numel)
+            flatten(tensors, fragment, weights.numpy())
+            self.states.append(FragmentState(0, weights, self._tensor(fragment.numel).zero_()))
 
     # ---- rounds ----
 
@@ -184,19 +185,31 @@ class OuterState:
         }
 
     def restore(
-        self, weights: dict[str, np.ndarray], momentum: dict[str, np.ndarray], versions: list[int]
+        self,
+        weights: Iterable[tuple[str, np.ndarray]],
+        momentum: Iterable[tuple[str, np.ndarray]],
+        versions: list[int],
     ) -> None:
-        """Take over a checkpoint's arrays. CheckpointError if they are of another model or split."""
-        self.states = []
-        for fragment, version in zip(self.fragments, versions, strict=True):
-            key = f"{fragment.index:05d}"
-            if key not in weights or weights[key].size != fragment.numel:
-                raise CheckpointError(
-                    f"fragment {fragment.index} of the checkpoint does not have {fragment.numel} elements: "
-                    "model, sync.fragments and sync.fragmentation must be those of the run that wrote it"
-                )
-            held = [torch.from_numpy(np.array(a[key], np.float32)) for a in (weights, momentum)]
-            self.states.append(FragmentState(version, held[0], held[1]))
+        """Take over a checkpoint's (name, array) pairs, which need not be in memory together.
+
+        CheckpointError if they are of another model or split.
+        """
+        held: list[list[Tensor]] = []
+        for pairs in (weights, momentum):
+            taken: dict[str, Tensor] = {}
+            sizes = {f"{fragment.index:05d}": fragment.numel for fragment in self.fragments}
+            for key, array in pairs:
+                if sizes.get(key) == array.size:
+                    taken[key] = self._tensor(array.size)
+                    taken[key].numpy()[:] = array.reshape(-1)
+            for key, numel in sizes.items():
+                if key not in taken:
+                    raise CheckpointError(
+                        f"fragment {int(key)} of the checkpoint does not have {numel} elements: model, "
+                        "sync.fragments and sync.fragmentation must be those of the run that wrote it"
+                    )
+            held.append([taken[key] for key in sizes])
+        self.states = [FragmentState(*found) for found in zip(versions, *held, strict=True)]
 
 
 def _fresh(numel: int) -> np.ndarray:

@@ -109,9 +109,9 @@ class Parameters:
                 tensor.copy_(flat.view(tensor.shape))
 
 
-def flatten(tensors: dict[str, np.ndarray], fragment: Fragment) -> np.ndarray:
-    """Return a fragment's weights, (numel,) float32, from whole tensors by name."""
-    out = np.empty(fragment.numel, np.float32)
+def flatten(tensors: dict[str, np.ndarray], fragment: Fragment, out: np.ndarray | None = None) -> np.ndarray:
+    """Return a fragment's weights, (numel,) float32, from whole tensors by name; in `out` if it is given."""
+    out = np.empty(fragment.numel, np.float32) if out is None else out
     for piece in fragment.pieces:
         flat = tensors[piece.name].reshape(-1)[piece.start : piece.stop]
         out[piece.offset : piece.offset + flat.size] = flat
