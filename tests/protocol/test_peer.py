@@ -5,6 +5,7 @@ import pytest
 from archipel.protocol import gossip as g
 from archipel.protocol import messages as m
 from archipel.protocol.exchange import Pace, adapted_steps
+from archipel.protocol.gossip_rounds import LATE_ROUNDS
 from archipel.protocol.peer import PeerMachine
 from archipel.protocol.rendezvous import RendezvousMachine
 
@@ -112,6 +113,27 @@ def test_a_late_model_is_applied_in_delta_form_by_both_or_neither() -> None:
     last = 19
     assert (mixed["p-0"] | late["p-0"]) - {last} == (mixed["p-1"] | late["p-1"]) - {last}
     assert rendezvous(rig).ledger.table()["late"] > 0
+
+
+@pytest.mark.parametrize(("step_s", "late"), [(1.0, False), (2.0, True)])
+def test_tensors_of_a_round_are_kept_only_while_a_model_of_it_may_come_late(
+    step_s: float, late: bool
+) -> None:
+    slow = {"p-0": Costs(step_s=step_s)}
+    rig = run_of(2, slow, scheme="one_peer", timeout_s_max=4.0, adapt=False, rounds=20)
+    rig.run()
+    kept = {0}  # rounds of which something is kept when a round is settled
+    for name in ("p-0", "p-1"):
+        settled = first = 0
+        for action in [a for _, worker, _, actions in rig.log if worker == name for a in actions]:
+            match action:
+                case g.Mix(round=number):
+                    settled = number
+                case g.Correct(round=number):
+                    assert number >= first
+                case g.Drop(round=first):
+                    kept.add(settled + 1 - first)
+    assert max(kept) <= LATE_ROUNDS and late == (max(kept) > 0)
 
 
 @pytest.mark.parametrize("at", [5.0, 9.0, 12.0])  # in the steps, and while models are on their way

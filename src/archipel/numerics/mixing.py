@@ -71,9 +71,11 @@ def offer(
         velocity = torch.add(drift, remembered, alpha=momentum)
         step = torch.add(drift, velocity, alpha=momentum)
         return Offer(form, momentum, torch.add(anchor, step, alpha=lr), velocity, remembered)
-    y = torch.add(anchor, drift, alpha=lr)
-    sent = torch.add(y, y - remembered, alpha=momentum) if form == "mixed" else y
-    return Offer(form, momentum, sent, y, remembered)
+    y = torch.add(anchor, drift, alpha=lr, out=drift)
+    if form != "mixed":
+        return Offer(form, momentum, y, y, remembered)
+    moved = y - remembered
+    return Offer(form, momentum, torch.add(y, moved, alpha=momentum, out=moved), y, remembered)
 
 
 def mix(

@@ -83,16 +83,16 @@ class Conclusion:
         losses = tuple(self.losses[name] for name in conclude.members)
         return [g.Average(attempt, conclude.members, losses)]
 
-    def averaged(self, event: g.Averaged, patient_until: float) -> list[m.Action]:
+    def averaged(self, now: float, event: g.Averaged, patience_s: float) -> list[m.Action]:
         """The mean is made: take it, tell the rendezvous, send it to all."""
         conclude = self.conclude
         if conclude is None or event.attempt != conclude.attempt or self.made:
             return []
         concluded = self.concluded = g.Concluded(event.digest, event.figures, event.attempt)
-        self.patient_until = patient_until
+        self.patient_until = now + patience_s
         others = [name for name in conclude.members if name != self.name]
         means = [m.Send(name, g.Mean(event.digest, event.attempt)) for name in others]
-        return [g.Accept(event.digest), m.Send(g.RENDEZVOUS, concluded), *means, *self._alarm()]
+        return [g.Accept(event.digest), m.Send(g.RENDEZVOUS, concluded), *means, *self.woke(now)]
 
     def connected(self, worker: str) -> list[m.Action]:
         """A channel is open again: what was said over the old one may not have arrived."""
@@ -104,11 +104,11 @@ class Conclusion:
             return []
         return [m.Send(worker, conclude)] if self.made or worker not in self.losses else []
 
-    def disconnected(self, worker: str, gone_at: float) -> list[m.Action]:
-        """A channel is gone; if it is not back by then, so is the member."""
+    def disconnected(self, now: float, worker: str, lease_s: float) -> list[m.Action]:
+        """A channel is gone; if it is not back within the lease, so is the member."""
         if worker != g.RENDEZVOUS:
-            self.away[worker] = gone_at
-        return self._alarm()
+            self.away[worker] = now + lease_s
+        return self.woke(now) if self.made else []
 
     def told(self, worker: str) -> list[m.Action]:
         """A member has the mean, or is gone."""
@@ -118,17 +118,12 @@ class Conclusion:
         return []
 
     def woke(self, now: float) -> list[m.Action]:
-        """Time has passed: who has been away for too long is not waited for, and at last nobody is."""
+        """The mean is made, and time passes: who is away for long is not waited for, at last nobody is."""
         for worker in [worker for worker, at in self.away.items() if now >= at]:
             del self.away[worker]
             self.told(worker)
         self.over = self.over or now >= self.patient_until
-        return self._alarm()
-
-    def _alarm(self) -> list[m.Action]:
-        if not self.made:
-            return []
-        return [m.Wake(min([self.patient_until, *self.away.values()]))]
+        return [] if self.over else [m.Wake(min([self.patient_until, *self.away.values()]))]
 
     def mean(self, sender: str, digest: str, rounds: int) -> list[m.Action]:
         """The mean is here."""

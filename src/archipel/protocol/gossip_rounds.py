@@ -246,8 +246,12 @@ class Rounds:
         overdue, self.overdue = self.overdue, []
         self.phase = "steps"
         corrections = [action for number, name in overdue for action in self._correct(number, name)]
-        drop = g.Drop(next(iter(self.past)))
-        return [m.Send(g.RENDEZVOUS, report), *corrections, drop, *jumped, *self._saved()]
+        return [m.Send(g.RENDEZVOUS, report), *corrections, self._drop(), *jumped, *self._saved()]
+
+    def _drop(self) -> m.Action:
+        """Forget the tensors of rounds before the first one for which a model may still come late."""
+        still = (number for number, past in self.past.items() if any(map(past.correctable, past.missing)))
+        return g.Drop(min(still, default=self.round))
 
     def _saved(self) -> list[m.Action]:
         every = self.options.checkpoint_rounds

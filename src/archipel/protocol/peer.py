@@ -137,7 +137,7 @@ class PeerMachine:
             case g.Gathered(attempt=attempt):
                 return self.conclusion.gathered(attempt)
             case g.Averaged():
-                return self._conclusion(self.conclusion.averaged(event, now + self.options.start_s_max))
+                return self._conclusion(self.conclusion.averaged(now, event, self.options.start_s_max))
             case _:
                 return []
 
@@ -322,7 +322,7 @@ class PeerMachine:
         self.asked = "" if worker == self.asked else self.asked
         self.guests.pop(worker, None)  # it will ask anew, and we shall be told anew
         if self.state == "concluding":
-            return self._conclusion(self.conclusion.disconnected(worker, now + self.options.lease_s))
+            return self._conclusion(self.conclusion.disconnected(now, worker, self.options.lease_s))
         if self.state == "cloning" and worker == self.donor:
             return [self._enrol()]
         return self.rounds.disconnected(now, worker, reason)

@@ -27,7 +27,9 @@ from ..train.gossip import PeerState
 
 log = logging.getLogger("archipel")
 
-OFFERS_KEPT = 3  # stretches: an offer on its way to a slow partner, the next one, one to spare
+OFFERS_KEPT = (
+    1  # unused stretches: a round's offer; another is made while one is on its way to a slow partner
+)
 STATE = "state"
 
 

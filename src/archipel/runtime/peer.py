@@ -21,7 +21,7 @@ from . import frames
 from .lending import Bytes, Lender, borrow
 from .shared import Channel
 
-STRETCHES_KEPT = 4  # a round's models that came in, and some of the next that are early
+STRETCHES_KEPT = 2  # unused ones: a round's models that came in, with one or two partners
 CODEC_BLOCK = 2  # neither codec has scales; a length is asked for with a block all the same
 STATE_MODELS_MAX = 16  # a whole state: anchor, memory, and what an optimizer may hold for each element
 STATE_BYTES_BESIDE = 1 << 20  # names and numbers in it

@@ -176,6 +176,7 @@ class PeerState:
         )
         for part in self._buffers:
             made.sent[part] = reached[part]
+        del reached
         sent, payload = made.sent, _bytes_of(made.sent)
         if options.codec != "float32":
             payload = codec.encode(options.codec, made.sent.numpy(), BLOCK)
