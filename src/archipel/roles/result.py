@@ -26,7 +26,8 @@ def conclude(
 ) -> None:
     """Write what a finished syncer knows: digests, versions, the ledger; and the merged model.
 
-    states: those of its last checkpoint: a merge that ended after it is no part of the run.
+    states: those of its last checkpoint: a merge that ended after it is no part of the run. They and the
+    outer state are let go before the model is written, which takes three times the weights by itself.
     """
     facts = {
         "reason": finish.reason,
@@ -45,6 +46,8 @@ def conclude(
     path.with_suffix(".tmp").write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
     path.with_suffix(".tmp").rename(path)
     tensors = {name: torch.from_numpy(array) for name, array in outer.tensors(states).items()}
+    states.clear()
+    outer.states.clear()
     settings = configuration.from_settings(machine.settings)
     export(tensors, settings.model, out / "model", data=settings.data)
 
