@@ -27,9 +27,7 @@ from ..train.gossip import PeerState
 
 log = logging.getLogger("archipel")
 
-OFFERS_KEPT = (
-    1  # unused stretches: a round's offer; another is made while one is on its way to a slow partner
-)
+OFFERS_KEPT = 1  # unused stretches; while one is on its way to a slow partner another is made
 STATE = "state"
 
 

@@ -78,9 +78,7 @@ class Session:
     uploading: threading.Lock = field(default_factory=threading.Lock)  # one upload at a time
     downloading: threading.Lock = field(default_factory=threading.Lock)  # one download stream a connection
     status: grpc.StatusCode = grpc.StatusCode.ABORTED  # of the control stream, if we end it
-    heard_at: float = field(
-        default_factory=time.monotonic
-    )  # the last sign of life; infinite while it is heard
+    heard_at: float = field(default_factory=time.monotonic)  # a sign of life; infinite while it is heard
 
 
 class Server:
