@@ -27,6 +27,7 @@ class Conclusion:
     served: dict[str, None] = field(default_factory=dict)  # members that have the mean, or are gone
     away: dict[str, float] = field(default_factory=dict)  # members without a channel: when they count as gone
     concluded: g.Concluded | None = None  # the mean is made
+    patience_s: float = 0.0
     patient_until: float = math.inf  # when all who have not taken it count as gone
     over: bool = False
 
@@ -89,7 +90,7 @@ class Conclusion:
         if conclude is None or event.attempt != conclude.attempt or self.made:
             return []
         concluded = self.concluded = g.Concluded(event.digest, event.figures, event.attempt)
-        self.patient_until = now + patience_s
+        self.patience_s, self.patient_until = patience_s, now + patience_s
         others = [name for name in conclude.members if name != self.name]
         means = [m.Send(name, g.Mean(event.digest, event.attempt)) for name in others]
         return [g.Accept(event.digest), m.Send(g.RENDEZVOUS, concluded), *means, *self.woke(now)]
@@ -109,6 +110,11 @@ class Conclusion:
         if worker != g.RENDEZVOUS:
             self.away[worker] = now + lease_s
         return self.woke(now) if self.made else []
+
+    def took(self, now: float, worker: str) -> list[m.Action]:
+        """A member has the mean: the others may take as long again."""
+        self.patient_until = max(self.patient_until, now + self.patience_s) if self.made else math.inf
+        return self.told(worker)
 
     def told(self, worker: str) -> list[m.Action]:
         """A member has the mean, or is gone."""

@@ -24,7 +24,9 @@ from .exchange import Exchange
 from .gossip_rounds import Rounds
 from .roster import Roster
 
-CLONE_S_MAX = 60.0  # for a donor to answer before another is asked for
+CLONE_S_MAX = 60.0  # without a donor's state before the rendezvous is asked again
+STATE_S_MAX = 600.0  # for a state that was asked for to come; twice as long each time it has not
+GIVING = 4.0  # times what models took each is how long the mean may: it is float32, and goes to all at once
 
 
 def schema_digest(schema: tuple[m.TensorSpec, ...]) -> str:
@@ -51,6 +53,8 @@ class PeerMachine:
     state: str = "connecting"
     donor: str = ""
     asked: str = ""  # the donor that our request has reached, or will
+    asked_until: float = 0.0  # when its state should be here
+    state_s_max: float = STATE_S_MAX  # patience with the next one
     step: int = 0
     links: dict[str, bool] = field(default_factory=dict)  # worker -> connected; missing: never was
     clones: dict[str, None] = field(default_factory=dict)  # whom we owe a state
@@ -114,7 +118,7 @@ class PeerMachine:
                     *self.rounds.corrected(number),
                 ]
             case m.Connected(worker=worker):
-                return self._connected(worker)
+                return self._connected(now, worker)
             case m.Disconnected(worker=worker, reason=reason):
                 return self._disconnected(now, worker, reason)
             case m.Woke():
@@ -137,7 +141,8 @@ class PeerMachine:
             case g.Gathered(attempt=attempt):
                 return self.conclusion.gathered(attempt)
             case g.Averaged():
-                return self._conclusion(self.conclusion.averaged(now, event, self.options.start_s_max))
+                patience_s = self.options.start_s_max + self._giving_s()
+                return self._conclusion(self.conclusion.averaged(now, event, patience_s))
             case _:
                 return []
 
@@ -179,13 +184,13 @@ class PeerMachine:
 
     # ---- coming in ----
 
-    def _connected(self, worker: str) -> list[m.Action]:
+    def _connected(self, now: float, worker: str) -> list[m.Action]:
         self.links[worker] = True
         if worker == g.RENDEZVOUS:
             again = self.rounds.end() if self.state == "concluding" else []
             return [self._enrol(), *again, *self.conclusion.connected(worker)]
         if worker == self.donor and self.state == "cloning":
-            return self._ask()
+            return self._ask(now)
         if self.state == "concluding":
             return self.conclusion.connected(worker)
         return self.rounds.connected(worker)
@@ -216,8 +221,11 @@ class PeerMachine:
                     complete=False,
                 )
             ]
+        if self.state == "cloning" and self.asked and now < self.asked_until:
+            return [m.Wake(self.asked_until)]  # of the one that was asked before
         self.donor = admitted.donor
         if self.state == "cloning":
+            self.asked = ""
             return self._ask_donor(now, admitted)
         if self.state != "connecting":
             return []
@@ -243,13 +251,14 @@ class PeerMachine:
         if not admitted.donor:  # everybody else is gone: what we have is all there is
             self.rounds.round = max(self.kept, 0)
             return self._ready()
-        return [*actions, *self._ask()]
+        return [*actions, *self._ask(now)]
 
-    def _ask(self) -> list[m.Action]:
+    def _ask(self, now: float) -> list[m.Action]:
         """Ask the donor for its state, once on a link: a state that is on its way is not asked for again."""
         if not self.links.get(self.donor) or self.asked == self.donor:
             return []
-        self.asked = self.donor
+        self.asked, self.asked_until = self.donor, now + self.state_s_max
+        self.state_s_max *= 2.0
         return [m.Send(self.donor, g.Clone(self.incarnation))]
 
     def _prepared(self, now: float, schema: tuple[m.TensorSpec, ...]) -> list[m.Action]:
@@ -258,7 +267,7 @@ class PeerMachine:
             self.rounds.round = max(self.kept, 0)
             return self._ready()
         self.state = "cloning"
-        return [*self._ask(), m.Wake(now + CLONE_S_MAX)]
+        return [*self._ask(now), m.Wake(now + CLONE_S_MAX)]
 
     def _adopted(self, number: int, reason: str) -> list[m.Action]:
         if reason:
@@ -297,8 +306,13 @@ class PeerMachine:
 
     def _got(self, now: float, sender: str, number: int) -> list[m.Action]:
         if self.state == "concluding" and number == self.options.rounds:
-            return self._conclusion(self.conclusion.told(sender))
+            return self._conclusion(self.conclusion.took(now, sender))
         return self.rounds.got(now, sender, number)
+
+    def _giving_s(self) -> float:
+        """Return how long the mean may take to all the others, by what models took in the rounds."""
+        others = len(self.conclusion.conclude.members) if self.conclusion.conclude else 0
+        return GIVING * others * self.rounds.pace.transfer_s
 
     def _captures(self) -> list[m.Action]:
         if self.round < 0:
@@ -310,6 +324,8 @@ class PeerMachine:
 
     def _woke(self, now: float) -> list[m.Action]:
         if self.state == "cloning":
+            if self.asked and now < self.asked_until:
+                return [m.Wake(self.asked_until)]  # it is on its way, and may be large
             again = [m.Notice(f"no state from {self.donor} yet: asking again", "warning"), self._enrol()]
             return [*again, m.Wake(now + CLONE_S_MAX)]
         if self.state == "concluding" and self.conclusion.made:

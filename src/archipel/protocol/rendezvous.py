@@ -16,87 +16,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import Struct
-
 from . import gossip as g
 from . import messages as m
+from .enrolled import Consensus, Entry, RendezvousState
 from .ledger import Ledger
 from .membership import COUNT_MAX, choose_shard
 
 LEAVE_S_MAX = 10.0  # for peers to say goodbye once they were told that the run is over
+STUCK_ROUNDS = 4  # a peer that takes so many times the longest round, while others are at the end, is stuck
 SAVE_REPORTS = 64  # reports between two checkpoints of the rendezvous
-
-
-class RendezvousState(Struct):
-    """What a rendezvous that is started again needs."""
-
-    epoch: int
-    taken: dict[str, int]
-    positions: dict[str, int]
-    ledger: Ledger
-    schema: str = ""
-    concluded: g.Concluded | None = None
-    attempts: int = 0
-
-
-@dataclass
-class Entry:
-    """One peer as the rendezvous sees it."""
-
-    name: str
-    incarnation: str
-    address: str
-    start: int  # data position where this incarnation began
-    round: int = -1
-    ready: bool = False
-    kept: bool = False
-    connected: bool = True
-    lost_at: float = 0.0
-    left: bool = False
-    at_end: bool = False
-    waiting: bool = False  # whole, but too late for the end that is under way
-    tokens: int = 0
-    skipped: dict[int, int] = field(default_factory=dict)  # newest rounds that were -> tokens of each
-
-    @property
-    def live(self) -> bool:
-        """Connected, or not yet given up."""
-        return not self.left
-
-    @property
-    def paired(self) -> bool:
-        """May stand in a view."""
-        return self.live and self.ready
-
-
-@dataclass
-class Consensus:
-    """The consensus error as exchanges tell it, and whether it keeps rising."""
-
-    errors: dict[int, list[float]] = field(default_factory=dict)  # round -> relative squared distances
-    rising: int = 0
-    last: float = math.inf
-    newest: float | None = None
-
-    def take(self, report: g.Report, peers: int) -> None:
-        """Take what a report says: E_pairs ‖z_i − z_j‖² · (n−1)/(2n) over ‖z‖² (gasloc.md, section 5)."""
-        if report.distance < 0 or report.norm <= 0 or peers < 2:
-            return
-        self.errors.setdefault(report.round, []).append(
-            (peers - 1) / (2 * peers) * report.distance / report.norm
-        )
-
-    def close(self, number: int) -> float | None:
-        """Return the error of a round that all have settled; count whether it rose."""
-        found = self.errors.pop(number, None)
-        for old in [old for old in self.errors if old < number]:
-            del self.errors[old]
-        if not found:
-            return None
-        error = math.sqrt(math.fsum(found) / len(found))
-        self.rising = self.rising + 1 if error > self.last else 0
-        self.last = self.newest = error
-        return error
 
 
 @dataclass
@@ -113,6 +41,7 @@ class RendezvousMachine:
     entries: dict[str, Entry] = field(default_factory=dict)
     early: dict[str, g.Enrol] = field(default_factory=dict)  # new peers that came before those of the run
     back_until: float = -1.0  # for peers of the run to come back to a rendezvous that was restored
+    whole_until: float = -math.inf  # for a peer with a state to come back, when none is connected
     taken: dict[str, int] = field(default_factory=dict)
     positions: dict[str, int] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=lambda: Ledger(1, kind="gossip"))
@@ -120,6 +49,7 @@ class RendezvousMachine:
     consensus: Consensus = field(default_factory=Consensus)
     concluding: g.Conclude | None = None
     concluded: g.Concluded | None = None
+    writer: str = ""  # who made the mean, and gives it to the others
     first_ready_at: float | None = None
     over_at: float | None = None
     stopping: str = ""
@@ -180,17 +110,17 @@ class RendezvousMachine:
             case g.Ready():
                 return self._ready(now, entry, message)
             case g.Report():
-                return self._report(entry, message)
+                return self._report(now, entry, message)
             case g.AtEnd(round=number, tokens=tokens):
-                entry.round, entry.at_end = number, True
+                entry.round, entry.at_end, entry.settled_at = number, True, now
                 self._count(entry, tokens)
                 if self.concluding is not None and self.concluding.writer == sender:
                     return [m.Send(sender, self.concluding)]  # said before, over a channel that broke
-                return self._conclude()
+                return [*self._conclude(now), *self._alarm(now)]
             case g.Concluded():
                 return self._made(now, sender, message)
             case m.Leave(tokens=tokens):
-                return self._left(entry, tokens)
+                return self._left(now, entry, tokens)
             case _:
                 return []
 
@@ -215,21 +145,22 @@ class RendezvousMachine:
             known.connected, entry = True, known
             entry.address = enrol.address
         else:
-            start = self._open(name, shard, enrol)
             was_paired = known is not None and known.paired
-            entry = self.entries[name] = Entry(name, enrol.incarnation, enrol.address, start)
-            actions = self._without(entry) if was_paired else []
+            entry = self.entries[name] = self._open(now, name, shard, enrol)
+            actions = self._without(now, entry) if was_paired else []
         entry.round, entry.kept = max(entry.round, enrol.round), enrol.kept
         self._count(entry, enrol.tokens)
         if enrol.round > 0 and not enrol.kept and self.state == "gathering":
             self.state = "running"  # we are new, the run is not
         donor = self._donor(entry, enrol)
+        entry.donor = donor.name if donor else ""
+        actions += self._anew(entry, enrol)
         admitted = g.Admitted(
             run=self.run,
             settings=self.settings,
             shard=shard,
             position=entry.start + entry.tokens,
-            donor=donor.name if donor else "",
+            donor=entry.donor,
             donor_address=donor.address if donor else "",
         )
         notice = m.Notice(f"enrolled peer={name} shard={shard} donor={admitted.donor!r}")
@@ -243,11 +174,24 @@ class RendezvousMachine:
 
     def _too_early(self, now: float, enrol: g.Enrol) -> bool:
         """Whether a peer that has no state would begin a run anew that is under way elsewhere."""
-        if self.state != "gathering" or enrol.round >= 0:
-            return False
         live = [entry for entry in self.entries.values() if entry.live]
-        coming = now < self.back_until or any(entry.kept for entry in live)
-        return coming and not any(entry.ready for entry in live)
+        if self.state == "gathering":
+            coming = now < self.back_until or any(entry.kept for entry in live)
+            return enrol.round < 0 and coming and not any(entry.ready for entry in live)
+        if enrol.round >= 0 and not enrol.kept:
+            return False  # it has one
+        coming = now < max(self.whole_until, self.back_until) or any(entry.ready for entry in live)
+        return coming and not any(entry.ready and entry.connected for entry in live)
+
+    def _anew(self, entry: Entry, enrol: g.Enrol) -> list[m.Action]:
+        """Say it when a run that is under way goes on with weights that are none of its own."""
+        if self.state == "gathering" or enrol.round >= 0 or entry.donor:
+            return []
+        text = (
+            f"no peer with a state has come back: the run goes on with the first weights of {entry.name}; "
+            "with gossip.checkpoint_rounds and --resume a group that died comes back as it was"
+        )
+        return [m.Notice(text, "warning")]
 
     def _admit_early(self, now: float) -> list[m.Action]:
         admitted = [name for name, enrol in self.early.items() if not self._too_early(now, enrol)]
@@ -276,22 +220,34 @@ class RendezvousMachine:
         notice = m.Notice(f"refused peer={name} reason={reason!r}", "warning")
         return [notice, m.Send(name, m.Refused(reason, final=True))]
 
-    def _open(self, name: str, shard: int, enrol: g.Enrol) -> int:
-        """Give the incarnation its account; return the data position at which it began."""
+    def _open(self, now: float, name: str, shard: int, enrol: g.Enrol) -> Entry:
+        """Give the incarnation its account, or go on with the one it has."""
         self.taken[name] = shard
-        known = self.positions.get(name, 0)
+        known, before = self.positions.get(name, 0), self.entries.get(name)
+        account = self.ledger.accounts.get(name)
+        entry = Entry(name, enrol.incarnation, enrol.address, known, settled_at=now)
+        if account is not None and account.incarnation == enrol.incarnation:
+            if account.open:  # we were away
+                entry.tokens = account.current
+            else:  # it was, and was given up
+                same = before is not None and before.incarnation == enrol.incarnation
+                entry.tokens = entry.base = before.tokens if same and before is not None else enrol.tokens
+                self.ledger.begin(name, enrol.incarnation)
+                self.ledger.tail(name, 0)
+            entry.start = known - entry.tokens
+            return entry
         drawn = enrol.position if enrol.shard == shard else -1
         self.ledger.begin(name, enrol.incarnation)
         if drawn > known:
             self.ledger.tail(name, drawn - known)
-        self.positions[name] = max(known, drawn)
-        return self.positions[name]
+        entry.start = self.positions[name] = max(known, drawn)
+        return entry
 
     def _count(self, entry: Entry, tokens: int) -> None:
         if 0 <= tokens < COUNT_MAX and tokens > entry.tokens:
             self.positions[entry.name] += tokens - entry.tokens
             entry.tokens = tokens
-            self.ledger.reported(entry.name, tokens)
+            self.ledger.reported(entry.name, tokens - entry.base)
 
     def _donor(self, entry: Entry, enrol: g.Enrol) -> Entry | None:
         """Return whose state the peer must clone; None if its own will do."""
@@ -305,7 +261,9 @@ class RendezvousMachine:
             return best if stale else None
         if enrol.round >= 0 or self.state != "gathering":
             return None
-        return next((other for other in others if other.connected and not other.kept), None)
+        # One that waits for another's state has none to give.
+        roots = (other for other in others if other.connected and not other.kept and not other.donor)
+        return next(roots, None)
 
     def _ready(self, now: float, entry: Entry, ready: g.Ready) -> list[m.Action]:
         if refusal := self._other_model(ready.schema):
@@ -316,11 +274,11 @@ class RendezvousMachine:
         if self.state == "concluding":
             entry.waiting = True
             return []
-        entry.ready = True
+        entry.ready, entry.settled_at = True, now
         if self.state != "gathering":
-            return self._change()
+            return [*self._change(now), *self._alarm(now)]
         if sum(other.paired for other in self.entries.values()) >= self.options.peers:
-            return self._start()
+            return self._start(now)
         if self.first_ready_at is None:
             self.first_ready_at = now
         return self._start_if_due(now)
@@ -328,18 +286,25 @@ class RendezvousMachine:
     def _start_if_due(self, now: float) -> list[m.Action]:
         """Begin without planned peers that have not come in time."""
         due = self.state == "gathering" and now >= self._start_at()
-        return [*(self._start() if due else []), *self._alarm(now)]
+        return [*(self._start(now) if due else []), *self._alarm(now)]
 
     def _start_at(self) -> float:
         return math.inf if self.first_ready_at is None else self.first_ready_at + self.options.start_s_max
 
-    def _start(self) -> list[m.Action]:
+    def _start(self, now: float) -> list[m.Action]:
         self.state = "running"
-        return self._change(first=True)
+        return self._change(now, first=True)
 
-    def _change(self, *, first: bool = False) -> list[m.Action]:
+    def _awaits(self, now: float) -> bool:
+        """Whether members of before our restart may still enrol: nothing is decided without them."""
+        here = self.entries
+        return now < self.back_until and any(
+            account.open and name not in here for name, account in self.ledger.accounts.items()
+        )
+
+    def _change(self, now: float, *, first: bool = False) -> list[m.Action]:
         """Make a new epoch; return the word to all members."""
-        if self.state != "running":
+        if self.state != "running" or self._awaits(now):
             return []
         members = sorted((entry for entry in self.entries.values() if entry.paired), key=lambda e: e.name)
         if not members:
@@ -360,15 +325,17 @@ class RendezvousMachine:
         if entry is None or entry.left:
             return []
         entry.connected, entry.lost_at = False, now
+        if entry.ready:
+            self.whole_until = now + self.options.start_s_max
         return self._alarm(now)
 
-    def _left(self, entry: Entry, tokens: int) -> list[m.Action]:
+    def _left(self, now: float, entry: Entry, tokens: int) -> list[m.Action]:
         self._count(entry, tokens)
         entry.left = True
-        self.ledger.left(entry.name, entry.tokens, [])
-        return [m.Notice(f"left peer={entry.name}"), *self._without(entry)]
+        self.ledger.left(entry.name, entry.tokens - entry.base, [])
+        return [m.Notice(f"left peer={entry.name}"), *self._without(now, entry)]
 
-    def _without(self, entry: Entry) -> list[m.Action]:
+    def _without(self, now: float, entry: Entry) -> list[m.Action]:
         """Return what a member's end calls for."""
         if self.concluded is not None:
             return []
@@ -378,18 +345,20 @@ class RendezvousMachine:
             self.concluding, self.state = None, "running"
             for other in self.entries.values():
                 other.ready = other.ready or other.waiting
-        return [*self._change(), *self._conclude()]
+        return [*self._change(now), *self._conclude(now)]
 
     # ---- rounds ----
 
-    def _report(self, entry: Entry, report: g.Report) -> list[m.Action]:
+    def _report(self, now: float, entry: Entry, report: g.Report) -> list[m.Action]:
         if not 0 <= report.round < COUNT_MAX:
             return []
         if report.fate != "late":
             self._count(entry, report.tokens)
-        self.ledger.settle_round(entry.name, report.round, entry.tokens, report.fate, entry.skipped)
+        total = entry.tokens - entry.base
+        self.ledger.settle_round(entry.name, report.round, total, report.fate, entry.skipped)
         if report.fate == "late":
             return []
+        entry.round_s, entry.settled_at = now - entry.settled_at, now
         entry.round = max(entry.round, report.round + 1)
         self.consensus.take(report, sum(other.paired for other in self.entries.values()))
         self.reports += 1
@@ -413,8 +382,10 @@ class RendezvousMachine:
 
     # ---- the end ----
 
-    def _conclude(self) -> list[m.Action]:
+    def _conclude(self, now: float) -> list[m.Action]:
         """Name a writer once every live member is at the end."""
+        if self._awaits(now):
+            return []
         members = sorted(entry.name for entry in self.entries.values() if entry.paired)
         ended = [name for name in members if self.entries[name].at_end]
         if not members or ended != members or self.concluded is not None or self.concluding is not None:
@@ -428,11 +399,24 @@ class RendezvousMachine:
         got = m.Send(writer, g.Got(self.options.rounds))
         if self.concluded is not None:
             return [got]
-        self.concluded, self.over_at = concluded, now + LEAVE_S_MAX
+        self.concluded, self.writer = concluded, writer
         members = self.concluding.members if self.concluding is not None else (writer,)
         rest = [name for name, entry in self.entries.items() if entry.live and name not in members]
-        done = [m.Send(name, m.Done(0, "the run is over")) for name in rest if not self.entries[name].at_end]
+        done = [m.Send(name, m.Done(0, "the run is over")) for name in rest]
         return [m.Save(self.options.rounds), got, *done, *self._alarm(now)]
+
+    def _stuck(self, now: float) -> list[Entry]:
+        """Return who has not got on for several rounds' time, while others wait at the end."""
+        paired = [entry for entry in self.entries.values() if entry.paired]
+        if self.state != "running" or not any(entry.at_end for entry in paired):
+            return []
+        return [entry for entry in paired if not entry.at_end and now >= self._patient_until(entry)]
+
+    def _patient_until(self, entry: Entry) -> float:
+        paired = [other for other in self.entries.values() if other.paired]
+        waiting_since = min((other.settled_at for other in paired if other.at_end), default=math.inf)
+        usual_s = STUCK_ROUNDS * max(other.round_s for other in paired)
+        return max(waiting_since, entry.settled_at) + max(self.options.start_s_max, usual_s)
 
     def _stop(self, now: float, reason: str) -> list[m.Action]:
         self.stopping, self.over_at = reason or "stopped", now + LEAVE_S_MAX
@@ -445,7 +429,17 @@ class RendezvousMachine:
             if entry.live and not entry.connected and now >= entry.lost_at + self.options.lease_s:
                 entry.left = True
                 self.ledger.lose(entry.name)
-                actions += [m.Notice(f"lost peer={entry.name}", "warning"), *self._without(entry)]
+                actions += [m.Notice(f"lost peer={entry.name}", "warning"), *self._without(now, entry)]
+        for entry in self._stuck(now):
+            entry.left = True
+            self.ledger.lose(entry.name)
+            text = (
+                f"gave up peer={entry.name}: connected, but stuck in round={entry.round}, others at the end"
+            )
+            actions += [m.Notice(text, "warning"), *self._without(now, entry)]
+        if 0 <= self.back_until <= now and self.state == "running" and not self.concluded:
+            self.back_until = -math.inf  # who is not back is gone
+            actions += [*self._change(now), *self._conclude(now)]
         return [*actions, *self._start_if_due(now)]
 
     def _alarm(self, now: float) -> list[m.Action]:
@@ -455,14 +449,22 @@ class RendezvousMachine:
         if self.over_at is not None:
             moments.append(self.over_at)
         if self.state == "gathering":
-            moments += [self._start_at(), self.back_until if self.early else math.inf]
+            moments.append(self._start_at())
+        if self.early or self._awaits(now):
+            moments += [self.back_until, self.whole_until if self.early else math.inf]
+        if self.state == "running" and any(entry.paired and entry.at_end for entry in entries):
+            moments += [self._patient_until(e) for e in entries if e.paired and not e.at_end]
         later = [at for at in moments if now < at < math.inf]
         return [m.Wake(min(later))] if later else []
 
     def _over(self, now: float) -> list[m.Action]:
-        if self.over_at is None and self.concluded is not None:  # we are back, and the run is over
+        if self.over_at is None and self.concluded is not None:
+            writer = self.entries.get(self.writer)
+            if writer is not None and writer.live:
+                return []  # it gives the mean to the others, and leaves when they have it
             self.over_at = now + LEAVE_S_MAX
-            return self._alarm(now)
+            live = [name for name, entry in self.entries.items() if entry.live]
+            return [*(m.Send(name, m.Done(0, "the run is over")) for name in live), *self._alarm(now)]
         if self.over_at is None:
             return []
         present = [entry.name for entry in self.entries.values() if entry.live]

@@ -314,7 +314,12 @@ class Client:
             answer = stream(self._frames(upload), metadata=link.metadata)
             return wire.decode(answer, wire.Receipt).reason
         except (grpc.RpcError, PayloadError, ValueError) as error:  # ValueError: the channel is closed
-            return link.line.reason or _words(error)
+            reason = link.line.reason or _words(error)
+            if link.line.live and not self._stopping.is_set():
+                # Refusals come as receipts. This one may have been lost on its own, and nobody would ask
+                # for it again: both sides hear that the connection is gone.
+                link.cut(f"an upload failed: {reason}")
+            return reason
 
     def _frames(self, upload: Upload) -> Iterator[bytes]:
         yield Transfer(None, upload.message, upload.payload, None).header()

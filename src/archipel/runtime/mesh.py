@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from archipel.errors import ArchipelError
+from archipel.errors import ArchipelError, PayloadError
 from archipel.protocol.gossip import Address
 from archipel.runtime import wire
 from archipel.runtime.security import Security
@@ -23,6 +23,7 @@ from archipel.runtime.wire import Buffer, NetworkOptions
 
 log = logging.getLogger(__name__)
 
+RETRY_S_MIN, RETRY_S_MAX = 0.5, 15.0  # pauses between two attempts to start dialling
 HANG_UP_S = 1.0  # for words queued to somebody we do not need any more
 
 
@@ -178,6 +179,7 @@ class Mesh:
 
     def _hang_up(self, worker: str) -> None:
         line = self._dialled.pop(worker)
+        line.hang_up()
         self._hung_up.append(line.client)
         # In a thread of its own: it may wait for the other side, and who asks for this must not.
         threading.Thread(target=self._let_go, args=(line.client,), daemon=True).start()
@@ -193,37 +195,67 @@ class Mesh:
 
 
 class Outward:
-    """A connection that we dial; its client's sink."""
+    """A connection that we dial; its client's sink, until it is hung up."""
 
     client: Client
 
     def __init__(self, mesh: Mesh, sink: MeshSink, worker: str, address: str) -> None:
         self.worker, self.address = worker, address
         self._mesh, self._sink = mesh, sink
+        self._over = threading.Event()
+        self._up = False
+        self._lock = threading.Lock()  # of both: nothing is said after the last word
 
     def start(self) -> None:
-        """Start connecting, or say why not."""
-        try:
-            self.client.start()
-        except ArchipelError as error:
-            log.warning("event=not_dialled worker=%r reason=%r", self.worker, str(error))
+        """Start connecting, as soon as that is possible: an address may not resolve yet."""
+        pause_s, trouble = RETRY_S_MIN, ""
+        while not self._over.is_set():
+            try:
+                self.client.start()
+                return
+            except ArchipelError as error:
+                if str(error) != trouble:
+                    trouble = str(error)
+                    log.warning("event=not_dialled worker=%r reason=%r", self.worker, trouble)
+            self._over.wait(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
+
+    def hang_up(self) -> None:
+        """Say `disconnected` now, and nothing any more: another line to the worker may be open before this
+        one is closed."""
+        with self._lock:
+            self._over.set()
+            if self._up:
+                self._up = False
+                self._sink.disconnected(self.worker, "hung up")
 
     def connected(self) -> None:
-        self._sink.connected(self.worker)
+        with self._lock:
+            if not self._over.is_set():
+                self._up = True
+                self._sink.connected(self.worker)
 
     def disconnected(self, reason: str) -> None:
-        self._sink.disconnected(self.worker, reason)
+        with self._lock:
+            if self._up:
+                self._up = False
+                self._sink.disconnected(self.worker, reason)
 
     def refused(self, reason: str, final: bool) -> None:
-        self._sink.refused(self.worker, reason, final)
+        if not self._over.is_set():
+            self._sink.refused(self.worker, reason, final)
 
     def allocate(self, message: bytes, length: int) -> memoryview:
+        if self._over.is_set():
+            raise PayloadError("the connection was hung up")
         return self._sink.allocate(self.worker, message, length)
 
     def received(self, message: bytes, payload: memoryview | None, seconds: float) -> None:
         if payload is not None:
             self._mesh.came(self.worker, payload.nbytes)
-        self._sink.received(self.worker, message, payload, seconds)
+        with self._lock:
+            if not self._over.is_set():
+                self._sink.received(self.worker, message, payload, seconds)
 
 
 class Inward:

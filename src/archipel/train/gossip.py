@@ -12,6 +12,7 @@ Invariants: float32 on the CPU, terms in the order of the actions, so that equal
 equal bits; tensors kept or sent are never changed in place; a payload that fails its checks leaves no trace.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,8 @@ from ..protocol.messages import Action, Event, Message
 from ..protocol.schedule import SyncOptions
 from .held import Facts, Held, Round, Sum
 from .parameters import Parameters, unflatten
+
+log = logging.getLogger("archipel")
 
 WHOLE = SyncOptions(fragments=1)
 BLOCK = 2  # float32 and bf16 have no scales; the codec asks for a block all the same
@@ -77,7 +80,8 @@ class PeerState:
             case g.Offer(round=number):
                 return self.offer(number)
             case g.Take(round=number, worker=worker):
-                self.take(number, worker, payload)
+                if reason := self.take(number, worker, payload):
+                    log.warning("offer left out round=%d worker=%s reason=%r", number, worker, reason)
             case g.Mix(round=number, workers=workers, weights=weights):
                 return self.mix(number, workers, weights)
             case g.Correct(round=number, worker=worker, weight=weight, rounds=rounds):
@@ -177,6 +181,11 @@ class PeerState:
         for part in self._buffers:
             made.sent[part] = reached[part]
         del reached
+        if not codec.finite(made.sent.numpy()):
+            raise ModelError(
+                f"this peer's weights hold NaN or Inf after round {number}: nothing of it was sent; look at "
+                "its loss and its hardware, and start it again: it takes over a sound peer's state"
+            )
         sent, payload = made.sent, _bytes_of(made.sent)
         if options.codec != "float32":
             payload = codec.encode(options.codec, made.sent.numpy(), BLOCK)
