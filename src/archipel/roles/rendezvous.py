@@ -19,7 +19,8 @@ from .. import config as configuration
 from ..errors import CheckpointError, ConfigError, DataError, PayloadError
 from ..protocol import gossip as g
 from ..protocol import messages as m
-from ..protocol.rendezvous import RendezvousMachine, RendezvousState
+from ..protocol.enrolled import RendezvousState
+from ..protocol.rendezvous import RendezvousMachine
 from ..runtime import checkpoint, security
 from ..runtime.host import Host
 from ..runtime.mesh import Mesh

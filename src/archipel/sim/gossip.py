@@ -20,8 +20,9 @@ from msgspec import to_builtins
 
 from ..protocol import gossip as g
 from ..protocol import messages as m
+from ..protocol.enrolled import RendezvousState
 from ..protocol.peer import PeerMachine
-from ..protocol.rendezvous import RendezvousMachine, RendezvousState
+from ..protocol.rendezvous import RendezvousMachine
 from .clock import NEVER, Clock
 from .engine import uniform
 from .gossip_ports import CostPeer, GossipCosts, GossipPort

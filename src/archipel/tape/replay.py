@@ -18,9 +18,10 @@ from msgspec import Struct
 from ..errors import TapeError
 from ..protocol import gossip as g
 from ..protocol import messages as m
+from ..protocol.enrolled import RendezvousState
 from ..protocol.learner import LearnerMachine
 from ..protocol.peer import PeerMachine
-from ..protocol.rendezvous import RendezvousMachine, RendezvousState
+from ..protocol.rendezvous import RendezvousMachine
 from ..protocol.roster import Roster
 from ..protocol.schedule import SyncOptions
 from ..protocol.syncer import SyncerMachine, SyncerState
