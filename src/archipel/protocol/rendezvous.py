@@ -24,6 +24,7 @@ from .membership import COUNT_MAX, choose_shard
 
 LEAVE_S_MAX = 10.0  # for peers to say goodbye once they were told that the run is over
 STUCK_ROUNDS = 4  # a peer that takes so many times the longest round, while others are at the end, is stuck
+STUCK_STARTS = 10.0  # times start_s_max, of which no round is known yet
 SAVE_REPORTS = 64  # reports between two checkpoints of the rendezvous
 
 
@@ -259,7 +260,7 @@ class RendezvousMachine:
             best = max(whole, key=lambda other: (other.round, other.name))
             stale = self.state != "gathering" or enrol.round < best.round
             return best if stale else None
-        if enrol.round >= 0 or self.state != "gathering":
+        if enrol.round >= 0 and self.state == "gathering":
             return None
         # One that waits for another's state has none to give.
         roots = (other for other in others if other.connected and not other.kept and not other.donor)
@@ -416,7 +417,8 @@ class RendezvousMachine:
         paired = [other for other in self.entries.values() if other.paired]
         waiting_since = min((other.settled_at for other in paired if other.at_end), default=math.inf)
         usual_s = STUCK_ROUNDS * max(other.round_s for other in paired)
-        return max(waiting_since, entry.settled_at) + max(self.options.start_s_max, usual_s)
+        least_s = self.options.start_s_max * (1.0 if entry.round_s else STUCK_STARTS)
+        return max(waiting_since, entry.settled_at) + max(least_s, usual_s)
 
     def _stop(self, now: float, reason: str) -> list[m.Action]:
         self.stopping, self.over_at = reason or "stopped", now + LEAVE_S_MAX
