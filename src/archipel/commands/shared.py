@@ -49,7 +49,7 @@ def report(summary: dict[str, Any], as_json: bool) -> None:
         print(msgspec.json.encode(summary).decode(), flush=True)
         return
     for key, value in summary.items():
-        if isinstance(value, dict) and key in ("tokens", "checks"):
+        if isinstance(value, dict) and key in ("tokens", "checks", "first_difference"):
             print(f"{key}:")
             for name, item in value.items():
                 print(f"  {name}: {item}")

@@ -210,7 +210,8 @@ def _replay(options: argparse.Namespace) -> int:
         "first_difference": msgspec.to_builtins(verified.first_difference),
         "tape_digest": digest(options.run),
     }
-    if verified.equal and not options.verify_only:
+    followed = verified.equal and not options.verify_only
+    if followed:
         from ..roles.replaying import ReplayStopped
 
         try:
@@ -220,7 +221,7 @@ def _replay(options: argparse.Namespace) -> int:
             return 1
     found["seconds"] = round(time.monotonic() - began, 3)
     report(found, options.json)
-    return 0 if found["equal"] or options.overrides else 1
+    return 0 if found["equal"] or (followed and options.overrides) else 1
 
 
 def _follow(options: argparse.Namespace, records: int) -> Any:
