@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArchipelError
+from ..errors import ArchipelError, TapeError
 from .shared import add_overrides, command, load, report, run_folder
 
 
@@ -210,8 +210,12 @@ def _replay(options: argparse.Namespace) -> int:
         "first_difference": msgspec.to_builtins(verified.first_difference),
         "tape_digest": digest(options.run),
     }
+    headers, warnings = _begun(Path(options.run))
+    lacking = _without_centre(Path(options.run), headers)
     followed = verified.equal and not options.verify_only
     if followed:
+        if lacking:
+            raise TapeError(f"{lacking}, or check what is here with --verify-only")
         from ..roles.replaying import ReplayStopped
 
         try:
@@ -220,8 +224,44 @@ def _replay(options: argparse.Namespace) -> int:
             print(f"archipel: {stopped}", file=sys.stderr)
             return 1
     found["seconds"] = round(time.monotonic() - began, 3)
+    found["warnings"] = [*warnings, *([lacking] if lacking else [])]
     report(found, options.json)
     return 0 if found["equal"] or (followed and options.overrides) else 1
+
+
+def _begun(run: Path) -> tuple[list[Any], list[str]]:
+    """Return the headers of the tapes that hold records, and a warning for each that holds none.
+
+    TapeError where there is no record at all.
+    """
+    from ..tape.tape import read, workers
+
+    headers, warnings = [], []
+    for path in [file.path for file in workers(run)] if run.is_dir() else [run]:
+        tape = read(path)
+        if next(iter(tape), None) is None:
+            warnings.append(
+                f"{path} has no record: its process was killed at once, or the file was emptied; nothing of "
+                "it was verified"
+            )
+        else:
+            headers.append(tape.header)
+        tape.close()
+    if not headers:
+        raise TapeError(f"{run} has no record in any tape: there is nothing to replay; copy the tapes again")
+    return headers, warnings
+
+
+def _without_centre(run: Path, headers: list[Any]) -> str:
+    """Return what to say of a run folder that lacks its syncer's or rendezvous's tape; peers of a list have
+    neither."""
+    centre = any(header.role in ("syncer", "rendezvous") for header in headers)
+    if not run.is_dir() or centre or any(header.settings["machine"].get("members") for header in headers):
+        return ""
+    return (
+        f"{run} has no tape of the run's syncer or rendezvous: what it decided is not verified; copy its "
+        f"tape files to {run / 'tape'}"
+    )
 
 
 def _follow(options: argparse.Namespace, records: int) -> Any:
