@@ -101,3 +101,15 @@ def test_peers_of_a_list_need_no_centre(tmp_path: Path, capsys: pytest.CaptureFi
     writer.write(0.0, event, machine_of(header).handle(0.0, event))
     writer.close()
     assert warnings_of(tmp_path, capsys) == []
+
+
+@pytest.mark.parametrize("file", ["storm.toml", "gossip.toml"])
+def test_a_run_with_costs_only_has_nothing_to_follow(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = SHORT if file == "storm.toml" else ["--set", "gossip.rounds=2"]
+    assert archipel("simulate", str(RUNS / file), *short, "--out", str(tmp_path / "run")) == 0
+    assert archipel("replay", str(tmp_path / "run")) == 2
+    shown = capsys.readouterr().err
+    assert "was simulated with costs only" in shown and "--verify-only" in shown
+    assert archipel("replay", str(tmp_path / "run"), "--verify-only") == 0

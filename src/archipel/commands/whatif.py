@@ -216,6 +216,11 @@ def _replay(options: argparse.Namespace) -> int:
     if followed:
         if lacking:
             raise TapeError(f"{lacking}, or check what is here with --verify-only")
+        if not any("model" in header.settings for header in headers):
+            raise TapeError(
+                f"{options.run} was simulated with costs only and has no tensors to follow: check its "
+                "decisions with --verify-only, or simulate it with --set sim.compute=tensors"
+            )
         from ..roles.replaying import ReplayStopped
 
         try:
