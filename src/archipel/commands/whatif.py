@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArchipelError, TapeError
+from . import tables
 from .shared import add_overrides, command, load, report, run_folder
 
 
@@ -49,21 +50,27 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.paper == "table1":
         from ..sim.goodput import table1
 
-        report(table1(options.seed), options.json)
-    elif options.paper == "section3":
+        return _paper(table1(options.seed), options)
+    if options.paper == "section3":
         from ..sim.section3 import section3
 
-        report(section3(), options.json)
-    elif options.paper == "gasloc-rounds":
+        return _paper(section3(), options)
+    if options.paper == "gasloc-rounds":
         from ..sim.rounds import gasloc_rounds
 
-        report(gasloc_rounds(), options.json)
-    elif options.config is None:
+        return _paper(gasloc_rounds(), options)
+    if options.config is None:
         raise ArchipelError("simulate: give the TOML file of a run, or a table with --paper")
-    elif options.seeds is not None:
+    if options.seeds is not None:
         return _simulate_storms(options)
+    return _simulate_run(options)
+
+
+def _paper(found: Any, options: argparse.Namespace) -> int:
+    if options.json:
+        report(found, True)
     else:
-        return _simulate_run(options)
+        print(tables.PAPERS[options.paper](found))
     return 0
 
 
@@ -161,8 +168,7 @@ def _plan(options: argparse.Namespace) -> int:
     from ..sim import bandwidth, planner
 
     if options.paper:
-        report(bandwidth.table13(), options.json)
-        return 0
+        return _paper(bandwidth.table13(), options)
     section = config.section(options.config, "plan", planner.PlanOptions, options.overrides)
     plan = planner.plan(section, options.seed)
     if options.json:
