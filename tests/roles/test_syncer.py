@@ -83,6 +83,23 @@ def test_memory_is_given_only_for_a_push_that_was_asked_for_and_has_its_length(o
         role.allocate("a", b"\x80\x04.", 10)
 
 
+def test_push_without_a_payload_is_rejected_and_the_syncer_goes_on(opened) -> None:
+    role = opened()
+    before = role.outer.digest()
+    posted: list[m.Event] = []
+    role.host.post = posted.append
+    role.act(m.Fold(0, "a", 1.0, 0), None)
+    role._work.put(None)
+    role._compute()
+    (rejected,) = posted
+    assert isinstance(rejected, m.Rejected) and (rejected.fragment, rejected.worker) == (0, "a")
+    assert "without a payload" in rejected.reason and role.outer.digest() == before
+    numel = role.outer.fragments[0].numel
+    role.outer.fold(0, bytes(2 * numel), 1.0, base=0, full=False)  # the round itself is as it was
+    role.outer.merge(0, 1)
+    assert role.outer.digest() == before
+
+
 def test_run_seed_is_added_to_those_of_model_and_data(opened, tokens: Path) -> None:
     config = config_of(tokens, "run.seed=5", "model.seed=1", "data.seed=2")
     assert (seeded(config).model.seed, seeded(config).data.seed) == (6, 7)

@@ -130,6 +130,15 @@ def test_update_waits_for_the_one_before_it_and_gives_way_to_a_newer(bench):
     assert last.version == 3 and bench.updates.view(last.slot, 4).tolist() == [3, 3, 3, 3]
 
 
+def test_update_without_a_payload_is_ignored_with_a_message(bench, caplog):
+    bench.apply(0, 0, [1, 2, 3, 4])
+    bench.act(m.Apply(0, 1))
+    assert "ignored update fragment=0 version=1: no payload" in caplog.text
+    assert bench.heard(frames.Write) == []
+    bench.apply(0, 2, [5, 5, 5, 5])
+    assert bench.events[-1] == m.Applied(0, 2, 0)
+
+
 def test_base_is_rounded_as_the_trainer_rounds_it():
     bench = Bench(rounded=(frames.Rounded(0, 0, 2, "bfloat16"),))
     value = 1 + 2**-12

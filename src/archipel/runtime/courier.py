@@ -8,6 +8,7 @@ Invariants: the base is the version that landed last, rounded as the trainer rou
 learner does not push its own rounding error; an update that waits gives way to a newer one.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from ..protocol.schedule import SyncOptions, options_of
 from . import frames
 from .buffers import Buffers
 from .shared import Channel, Region, SlotPool
+
+log = logging.getLogger("archipel")
 
 BUFFERS_KEPT = 3  # a push that leaves, an update that comes in, and one that has just landed
 
@@ -116,7 +119,10 @@ class CourierCompute:
             case m.Copy(fragments=fragments):
                 self._tell(frames.Watch(fragments))
             case m.Apply(fragment=fragment, version=version):
-                assert payload is not None
+                if payload is None:
+                    # The fragment stays as it is until its next update: it may lag by versions.
+                    log.warning("ignored update fragment=%d version=%d: no payload", fragment, version)
+                    return
                 self._apply(fragment, version, payload)
             case m.Hold():
                 self._tell(frames.Pace(True))

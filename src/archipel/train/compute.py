@@ -82,6 +82,8 @@ class OuterState:
 
     def fold(self, fragment: int, payload: Any, weight: float, *, base: int, full: bool) -> None:
         """Check a push and add it to its round. PayloadError, with nothing changed, if it may not be."""
+        if payload is None:  # a message on the control stream may call itself a push
+            raise PayloadError(f"push of fragment {fragment} came without a payload: send its values with it")
         state, numel = self.states[fragment], self.fragments[fragment].numel
         name = "float32" if full else self.options.push_codec
         anchored = not full and base == state.version
