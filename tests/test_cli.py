@@ -94,6 +94,37 @@ def test_text_becomes_a_token_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "vocabulary" in capsys.readouterr().out and (tmp_path / "a.bin").exists()
 
 
+def test_a_source_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("some text\n")
+    (tmp_path / "same.txt").symlink_to(source)
+    for read, written in ((source, source), (tmp_path, source), (source, tmp_path / "same.txt")):
+        assert run("data", "prepare", str(read), str(written)) == 2
+        assert f"{written} would be overwritten" in capsys.readouterr().err
+    assert source.read_text() == "some text\n"
+    (tmp_path / "b.bin.json").write_text("{}")
+    assert run("data", "prepare", str(tmp_path / "b.bin.json"), str(tmp_path / "b.bin")) == 2
+    assert "b.bin.json would be overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "warned"),
+    [
+        ("Grüße aus Köln, sagte er\n".encode(), False),
+        ("Grüße aus Köln, sagte er\n".encode("latin-1") + b"and so on" * 10, False),
+        ("Grüße".encode("utf-16"), True),
+        (bytes(range(256)) * 10, True),
+    ],
+    ids=["utf-8", "latin-1", "utf-16", "binary"],
+)
+def test_text_that_is_none_is_warned_of(
+    content: bytes, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert run("data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "a.bin")) == 0
+    assert ("a.txt is hardly UTF-8 text" in caplog.text) == warned
+
+
 def test_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "run.toml").write_text("")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .shared import command, report
+from .shared import command, log, report
 
 
 def add_data(commands: Any) -> None:
@@ -28,6 +28,8 @@ def add_data(commands: Any) -> None:
 def _data(options: argparse.Namespace) -> int:
     from ..train import corpus
 
+    for path in corpus.not_text(options.source):
+        log.warning("%s is hardly UTF-8 text: its bytes become tokens all the same; convert it first", path)
     tokenizer = options.tokenizer
     if options.train_bpe:
         tokenizer = str(Path(options.out).with_suffix(".tokenizer.json"))

@@ -35,6 +35,8 @@ FORMAT = 1
 SEPARATORS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 DOCUMENTS_PER_CALL = 256  # documents a tokenizer is given at once; it spreads them over the cores
 BLOCK_BYTES = 1 << 24
+SAMPLE_BYTES = 1 << 20  # of a text file, to see whether it is one
+FOREIGN_SHARE = 0.1  # a Latin-1 text has less, a picture or an archive about half
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -140,11 +142,43 @@ def prepare(
     the name of a Hugging Face data set (`config` and `split` are its own). A list: one after the other.
     tokenizer: "bytes" or a `tokenizers` JSON. field: the JSONL key or the column that holds the text.
     tokens_max: stop after the document that reaches so many tokens; 0: take all.
-    Raises DataError if the source, the tokenizer or the place to write to is unusable.
+    Raises DataError if the source, the tokenizer or the place to write to is unusable, or a source itself.
     """
+    out = Path(out).expanduser()
+    _refuse_overwriting([*_names(source), tokenizer], out, header_path(out))
     encoder = load_tokenizer(tokenizer)
     texts = documents(source, field=field, config=config, split=split)
-    return write_tokens(encoder, texts, Path(out).expanduser(), tokens_max=tokens_max)
+    return write_tokens(encoder, texts, out, tokens_max=tokens_max)
+
+
+def _names(source: str | Path | list[str]) -> list[str]:
+    return [str(name) for name in (source if isinstance(source, list) else [source])]
+
+
+def _refuse_overwriting(names: list[str], *written: Path) -> None:
+    """Raise DataError where a file that will be written is one of those that are read."""
+    for path in written:
+        if path.exists() and any(path.samefile(read) for name in names for read in _files(name)):
+            raise DataError(f"{path} would be overwritten, and it is read from: write to another file")
+
+
+def not_text(source: str | Path | list[str]) -> list[Path]:
+    """Return the text files of a source that are mostly something else: more than a tenth of their first
+    bytes are no UTF-8, or zero. Of JSONL and Parquet nothing is said."""
+    paths = [path for name in _names(source) if name != "python" for path in _files(name)]
+    return [
+        path for path in paths if not path.name.endswith(JSONL_SUFFIXES + PARQUET_SUFFIXES) and _foreign(path)
+    ]
+
+
+def _foreign(path: Path) -> bool:
+    try:
+        with _open(path) as file:
+            sample = file.read(SAMPLE_BYTES)
+    except (OSError, EOFError):
+        return False  # whoever reads it whole says what is wrong
+    text = sample.decode("utf-8", errors="ignore").replace("\0", "")
+    return len(sample) - len(text.encode()) > FOREIGN_SHARE * len(sample)
 
 
 def write_tokens(encoder: Encoder, texts: Iterable[bytes], out: Path, *, tokens_max: int = 0) -> TokenHeader:
@@ -252,6 +286,8 @@ def train_bpe(
 
     It has every byte, so any text can be encoded, and entry 0 separates documents.
     """
+    out = Path(out).expanduser()
+    _refuse_overwriting(_names(source), out)
     library = _tokenizers()
     held = library.Tokenizer(library.models.BPE())
     held.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -264,7 +300,6 @@ def train_bpe(
     )
     texts = (text.decode("utf-8", errors="replace") for text in documents(source, field=field))
     held.train_from_iterator(texts, trainer)
-    out = Path(out).expanduser()
     with _replacing(out) as file:
         file.write(held.to_str(pretty=True).encode())
     return tokenizer_digest(str(out))
@@ -282,8 +317,7 @@ def documents(
     source: str | Path | list[str], *, field: str = "text", config: str | None = None, split: str = "train"
 ) -> Iterator[bytes]:
     """Yield the texts of a source (see `prepare`) in a fixed order, UTF-8; empty ones are left out."""
-    names = [str(name) for name in (source if isinstance(source, list) else [source])]
-    for name in names:
+    for name in _names(source):
         yield from filter(None, _documents_of(name, field, config, split))
 
 
