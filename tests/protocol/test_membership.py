@@ -74,10 +74,44 @@ def test_a_name_takes_the_shard_it_ends_in_and_keeps_it() -> None:
 
 def test_without_a_free_shard_a_learner_is_refused_and_an_observer_is_not() -> None:
     ours = roster()
-    ours.taken = {str(i): i for i in range(4)}
+    for i in range(4):
+        ours.join(0.0, 6, f"L-{i}", join())
     [refusal] = answers(ours.join(0.0, 6, "L-9", join()))
     assert isinstance(refusal, m.Refused) and "raise data.shards" in refusal.reason
     assert welcome_of(ours.join(0.0, 6, "watch", join(role="observer"))).shard == -1
+
+
+def test_names_that_come_and_go_do_not_use_the_shards_up() -> None:
+    ours = roster()
+    for i in range(20):
+        name = f"host-{i:06x}x"
+        assert welcome_of(ours.join(float(i), 6, name, join())).shard == i % 4
+        ours.members[name].connected = False
+    assert len(ours.taken) == 4 and ours.ledger.closes()
+
+
+def test_a_shard_left_behind_goes_on_where_its_data_stopped() -> None:
+    ours = roster()
+    for i, now in enumerate((3.0, 1.0, 2.0, 0.0)):
+        ours.join(now, 6, f"L-{i}", join())
+    for name in ("L-0", "L-1", "L-2"):
+        ours.members[name].connected = False
+    ours.positions["L-1"] = 700
+    actions = ours.join(9.0, 6, "new", join(shard=1, position=900))  # of a run of its own, long ago
+    assert (welcome_of(actions).shard, welcome_of(actions).position) == (1, 700)
+    assert m.Notice("handed over shard=1 from=L-1 to=new position=700") in actions
+    assert ours.positions["new"] == 700 and "L-1" not in ours.positions
+    assert ours.ledger.fates("new")["lost"] == 0
+    # Who comes back finds its own taken and is given the next.
+    assert welcome_of(ours.join(10.0, 6, "L-1", join(incarnation="b", shard=1, position=720))).shard == 2
+    assert sorted(ours.taken.values()) == [0, 1, 2, 3] and ours.ledger.closes()
+
+
+def test_after_a_resumption_names_that_stayed_away_give_first() -> None:
+    ours = roster()
+    ours.taken = {str(i): i for i in range(4)}
+    ours.join(0.0, 6, "0", join())
+    assert welcome_of(ours.join(0.0, 6, "new", join())).shard == 1
 
 
 def test_a_returning_name_goes_on_where_its_data_stopped() -> None:

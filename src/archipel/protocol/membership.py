@@ -1,13 +1,16 @@
 """Who is live, with what identity, on which shard, and what a worker is told when it joins.
 
-A worker is known by its name; each process start is a new incarnation of it. A name keeps its shard for ever,
-so that no two workers read the same data; a new name takes the number it ends in when that is free, else the
-lowest free one. A worker joins twice: first without a schema, to learn the settings, then with its model's.
+A worker is known by its name; each process start is a new incarnation of it. A name keeps its shard, so that
+no two workers read the same data; a new name takes the number it ends in when that is free, else the lowest
+free one. When none is free, it takes over the shard of the name that has been away longest, and goes on where
+that one's data stopped: hosts that come and go under ever new names do not use the shards up. A worker joins
+twice: first without a schema, to learn the settings, then with its model's.
 
 Invariants: a learner counts only while it is connected, has joined and holds a full, current model; an
 observer never counts and has no account; a data position only grows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,14 +89,16 @@ class Roster:
         if refusal := self._refusal(join):
             notice = m.Notice(f"refused worker={name} reason={refusal!r}", "warning")
             return [notice, m.Send(name, m.Refused(refusal, final=True))]
-        shard = choose_shard(name, join.shard, self.taken, self.shards) if join.role == "learner" else -1
+        learner = join.role == "learner"
+        shard = choose_shard(name, join.shard, self.taken, self.shards, self.away()) if learner else -1
         if shard is None:
-            refusal = f"all data.shards={self.shards} are taken: raise data.shards"
+            refusal = f"all data.shards={self.shards} are in use by connected learners: raise data.shards"
             return [m.Notice(f"refused worker={name} reason={refusal!r}", "warning"),
                     m.Send(name, m.Refused(refusal, final=True))]  # fmt: skip
         known = self.members.get(name)
         same = known is not None and known.incarnation == join.incarnation
-        start = self._enter(name, join, shard) if join.role == "learner" else 0
+        former = hand_over(name, shard, self.taken, self.positions) if learner else ""
+        start = self._enter(name, join, shard, former) if learner else 0
         member = Member(name, join.role, join.incarnation, shard, start)
         member.heard_at = member.quiet_since = now
         member.step, member.tokens = join.step, join.tokens
@@ -102,7 +107,18 @@ class Roster:
             member.transfer_s, member.step_s = known.transfer_s, known.step_s
             member.merged_into = known.merged_into if same else {}
         self.members[name] = member
-        return self._welcome(tick, member, join)
+        moved = f"handed over shard={shard} from={former} to={name} position={start + join.tokens}"
+        return [*([m.Notice(moved)] if former else []), *self._welcome(tick, member, join)]
+
+    def away(self) -> list[str]:
+        """Return the names that have a shard and are not connected, the one gone longest first.
+
+        A name that has not come back since the syncer resumed counts as gone before all others.
+        """
+        here = {name for name, member in self.members.items() if member.connected}
+        gone = [name for name in self.taken if name not in here]
+        heard_at = {name: member.heard_at for name, member in self.members.items()}
+        return sorted(gone, key=lambda name: heard_at.get(name, float("-inf")))
 
     def _refusal(self, join: m.Join) -> str:
         """Return what differs between the worker and the run, or ""."""
@@ -127,12 +143,11 @@ class Roster:
             return "counters of fragments exceed those of the incarnation: restart the worker"
         return ""
 
-    def _enter(self, name: str, join: m.Join, shard: int) -> int:
+    def _enter(self, name: str, join: m.Join, shard: int, former: str) -> int:
         """Give the learner its account and return the data position at which this incarnation began."""
-        self.taken[name] = shard
         known = self.positions.get(name, 0)
-        # A position in another shard says nothing about this one.
-        drawn = join.position if join.shard == shard else -1
+        # A position in another shard says nothing about this one, nor does one from before another had it.
+        drawn = join.position if join.shard == shard and not former else -1
         account = self.ledger.accounts.get(name)
         if account is not None and account.incarnation == join.incarnation and account.open:
             known += max(join.tokens - account.current, 0)
@@ -190,10 +205,13 @@ class Roster:
         return max(0, min(steps_since - (tick - self.published[newest]), self.options.interval_steps))
 
 
-def choose_shard(name: str, asked: int, taken: dict[str, int], shards: int) -> int | None:
-    """Return the shard of a worker: its old one, that its name ends in, or the lowest free; None: all gone.
+def choose_shard(
+    name: str, asked: int, taken: dict[str, int], shards: int, away: Sequence[str] = ()
+) -> int | None:
+    """Return the shard of a worker: its old one, that its name ends in, the lowest free, or one left behind.
 
-    taken: worker name -> shard, for every name that ever joined. shards: how many the data is cut into.
+    taken: worker name -> shard. shards: how many the data is cut into. away: names in `taken` whose shard may
+    be handed over when none is free, the first of them first. None: there is no such name.
     """
     if name in taken:
         return taken[name]
@@ -203,7 +221,18 @@ def choose_shard(name: str, asked: int, taken: dict[str, int], shards: int) -> i
     digits = name.rsplit("-", 1)[-1]
     if digits.isdecimal() and int(digits) < shards and int(digits) not in used:
         return int(digits)
-    return next((shard for shard in range(shards) if shard not in used), None)
+    left_behind = taken[away[0]] if away else None
+    return next((shard for shard in range(shards) if shard not in used), left_behind)
+
+
+def hand_over(name: str, shard: int, taken: dict[str, int], positions: dict[str, int]) -> str:
+    """Give the worker the shard, with the data position of the name that had it; return that name, or ""."""
+    former = next((other for other, held in taken.items() if held == shard and other != name), "")
+    if former:
+        del taken[former]
+        positions[name] = positions.pop(former, 0)
+    taken[name] = shard
+    return former
 
 
 def schema_difference(ours: tuple[m.TensorSpec, ...], theirs: tuple[m.TensorSpec, ...]) -> str:
