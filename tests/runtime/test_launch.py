@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from archipel.errors import ConfigError
+from archipel.runtime import launch
 from archipel.runtime.launch import (
+    Crashes,
     Exit,
     Launcher,
     LaunchOptions,
@@ -127,26 +129,51 @@ def test_a_crashed_worker_comes_back_after_a_backoff(launcher: Launcher, tmp_pat
     log_says(launcher, "a", "back")
 
 
-def test_backoff_doubles_up_to_its_limit_and_a_crash_loop_is_given_up(
+def test_backoff_doubles_up_to_its_limit_and_a_crash_loop_is_reported(
     launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     launcher.start(program("a", "import sys; print('cannot work'); sys.exit(1)"))
     waits_s = []
-    while launcher.running or launcher.waiting:
-        for crash in exits(launcher):
-            waits_s.append(crash.will_restart_at and crash.will_restart_at - time.monotonic())
-    assert waits_s.pop() is None
-    assert len(waits_s) == QUICK.restarts_max
-    assert all(wait_s <= limit_s for wait_s, limit_s in zip(waits_s, (0.01, 0.02, 0.04), strict=True))
-    assert crash.crash_looping
+    for _ in range(QUICK.restarts_max + 1):
+        [crash] = exits(launcher)
+        waits_s.append(crash.will_restart_at - time.monotonic())
+        assert crash.crash_looping == (len(waits_s) == QUICK.restarts_max + 1)
+    limits_s = (0.01, 0.02, 0.04, launch.LOOP_RETRY_S)
+    assert all(wait_s <= limit_s for wait_s, limit_s in zip(waits_s, limits_s, strict=True))
+    assert waits_s[-1] > launch.LOOP_RETRY_S / 2
     assert crash.log_tail.endswith("cannot work\n")
-    assert "worker_given_up name=a code=1 crashes=4" in caplog.text
+    assert "worker_crash_looping name=a code=1 crashes=4 window_s=120 next_try_s=180" in caplog.text
     assert "cannot work" in caplog.text
 
 
-def test_backoff_is_bounded_however_often_a_worker_crashes(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path, LaunchOptions(backoff_s_min=0.5, backoff_s_max=30))
-    assert [launcher._backoff_s(crashes) for crashes in (1, 2, 3, 7, 5000)] == [0.5, 1, 2, 30, 30]
+def test_a_crash_loop_is_tried_again_and_ends_when_its_cause_has_passed(
+    launcher: Launcher, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LOOP_RETRY_S", 0.05)
+    passed = tmp_path / "passed"
+    source = f"import os, sys, time; os.path.exists({str(passed)!r}) or sys.exit(1)"
+    launcher.start(program("a", source + "; time.sleep(600)"))
+    crashes = [exits(launcher)[0].crash_looping for _ in range(QUICK.restarts_max + 3)]
+    assert crashes == [False] * QUICK.restarts_max + [True] * 3
+    assert caplog.text.count("worker_crash_looping") == 3  # one warning a try
+    passed.touch()
+    until(lambda: launcher.poll() or launcher.running)
+    assert launcher.waiting == ()
+
+
+def test_what_loops_does_so_until_it_has_lived_for_the_window() -> None:
+    """Five crashes in a row, then a try every few minutes; each crash counts alone, but the loop goes on."""
+    crashes = Crashes(LaunchOptions(restarts_max=5, restarts_window_s=120))
+    for second in range(6):
+        crashes.note(float(second), float(second))
+    assert crashes.looping
+    assert crashes.note(190.0, 189.0) == launch.LOOP_RETRY_S and crashes.looping
+    assert crashes.note(600.0, 400.0) == LaunchOptions().backoff_s_min and not crashes.looping
+
+
+def test_backoff_is_bounded_however_often_a_worker_crashes() -> None:
+    crashes = Crashes(LaunchOptions(backoff_s_min=0.5, backoff_s_max=30))
+    assert [crashes.backoff_s(count) for count in (1, 2, 3, 7, 5000)] == [0.5, 1, 2, 30, 30]
 
 
 def test_a_worker_that_is_not_to_be_restarted_stays_down(launcher: Launcher) -> None:
@@ -299,7 +326,7 @@ def test_a_name_in_use_and_a_name_that_is_a_path_are_refused(launcher: Launcher)
         launcher.start(program("../a", SLEEP))
 
 
-def test_a_worker_that_was_given_up_can_be_started_anew(launcher: Launcher) -> None:
+def test_a_worker_that_is_down_can_be_started_anew(launcher: Launcher) -> None:
     launcher.start(program("a", "raise SystemExit(1)", restart=False))
     exits(launcher)
     launcher.start(program("a", SLEEP))

@@ -54,7 +54,7 @@ class Fleet:
     series: Series | PeerSeries = field(init=False)
     losses: Losses = field(init=False)
     address: str = ""  # of the center, once it listens
-    given_up: set[str] = field(default_factory=set)  # workers that crashed too often
+    looping: set[str] = field(default_factory=set)  # workers whose last crash was one too many
     revivals: int = 0  # of the center
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class Fleet:
         with View(self.series, **ways) as view:
             while True:
                 died = self._look(launcher, tape, view)
-                if launcher.stop_requests or self._hopeless():
+                if launcher.stop_requests or self._hopeless(launcher):
                     self._stop(launcher)
                     self._look(launcher, tape, view)
                     return False
@@ -161,9 +161,8 @@ class Fleet:
         self.series.take_all(tape.poll())
         exits = launcher.poll()
         for ended in exits:
-            if ended.crash_looping:
-                self.given_up.add(ended.name)
-            if ended.crash_looping or (ended.name == self.center and not ended.clean):
+            (self.looping.add if ended.crash_looping else self.looping.discard)(ended.name)
+            if ended.name == self.center and not ended.clean:
                 print(f"{ended.name} ended ({_how(ended)}):\n{ended.log_tail}", file=sys.stderr)
         for kill in self.kills:
             if not kill.done and self.series.tick >= kill.tick:
@@ -174,9 +173,13 @@ class Fleet:
             view.update(time.monotonic())
         return _exit_of(self.center, exits)
 
-    def _hopeless(self) -> bool:
-        """Whether every member crashed too often: nobody would ever train again."""
-        return set(self.members) <= self.given_up
+    def _hopeless(self, launcher: Launcher) -> bool:
+        """Whether every member is down and crashed too often: nobody trains, and a person must look."""
+        hopeless = set(self.members) <= self.looping - set(launcher.running)
+        if hopeless:
+            text = f"every {self.kind} is down and crashes again and again, so the run stops: see {self.out}/logs"
+            print(text, file=sys.stderr)
+        return hopeless
 
     def _revive(self, launcher: Launcher, ended: Exit) -> bool:
         """Start a center that was killed again, from its newest checkpoint; its members train meanwhile."""

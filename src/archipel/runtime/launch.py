@@ -1,8 +1,8 @@
 """The local launcher: starts the workers of one machine, watches them, restarts them, and leaves none behind.
 
 A learner that dies is the normal case of this system, so a worker that crashes is started again, after a
-backoff that doubles, until it crashes too often within a window; then it is reported, with the end of its
-log, and left.
+backoff that doubles. One that crashes too often within a window is reported, with the end of its log, and
+from then on tried every few minutes only: what breaks it (a full disk, a device that is gone) may pass.
 
 Invariants: a worker leads its own session, so one signal reaches it with its courier and its loaders. The
 kernel kills a worker when the launcher dies, however it dies (Linux). Nothing here blocks but `stop`; the
@@ -33,6 +33,7 @@ from archipel.errors import ConfigError
 LOG_TAIL_BYTES = 2000
 POLL_S = 0.02  # how often `stop` looks
 KILL_S = 10.0  # how long `stop` waits for what it has killed
+LOOP_RETRY_S = 180.0  # between two tries of a worker that crashes again and again
 
 _PR_SET_PDEATHSIG = 1
 _LEADER_ONLY = (signal.SIGTERM, signal.SIGINT)  # orderly: the worker itself tells its courier
@@ -53,7 +54,7 @@ _log = logging.getLogger(__name__)
 class LaunchOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Section `[launch]`."""
 
-    restarts_max: int = 5  # crashes within the window after which a worker is left dead
+    restarts_max: int = 5  # crashes within the window; after more a worker is tried every few minutes only
     restarts_window_s: float = 120.0
     backoff_s_min: float = 0.5  # before the first restart; doubles with every crash within the window
     backoff_s_max: float = 30.0
@@ -79,7 +80,7 @@ class Exit(Struct, frozen=True):
     code: int | None
     signal: int | None
     will_restart_at: float | None = None  # on time.monotonic(); None: it stays down
-    crash_looping: bool = False  # it stays down because it crashed too often
+    crash_looping: bool = False  # it crashed too often: the next try is minutes away
     log_tail: str = ""  # the end of its log, unless it exited with 0
 
     @property
@@ -89,15 +90,43 @@ class Exit(Struct, frozen=True):
 
 
 @dataclass
+class Crashes:
+    """The crashes of one program of late, and how long to wait before it is started again."""
+
+    options: LaunchOptions
+    times: list[float] = field(default_factory=list)  # within the window
+    looping: bool = False
+
+    def note(self, now: float, started_at: float) -> float:
+        """Take note of a crash; return the wait before the next start.
+
+        What loops does so until one of its starts has lived for the whole window.
+        """
+        window_s = self.options.restarts_window_s
+        self.times = [*(at for at in self.times if now - at < window_s), now]
+        still = self.looping and now - started_at < window_s
+        self.looping = still or len(self.times) > self.options.restarts_max
+        if self.looping:
+            return max(LOOP_RETRY_S, self.options.backoff_s_max)
+        return self.backoff_s(len(self.times))
+
+    def backoff_s(self, count: int) -> float:
+        """Return the wait before the restart after so many crashes within the window, one or more."""
+        doubled_s = self.options.backoff_s_min * 2.0 ** min(count - 1, 30)  # bounded: floats overflow
+        return min(self.options.backoff_s_max, doubled_s)
+
+
+@dataclass
 class _Worker:
     """What the launcher knows of one worker, over all its starts."""
 
     program: WorkerProgram
+    crashes: Crashes
     process: "subprocess.Popen[bytes] | None" = None  # until reaped
     ended_at: float | None = None  # its process is a zombie, kept so that nobody gets its group's number
     restart_at: float | None = None
-    crashes: list[float] = field(default_factory=list)  # times within the window
     starts: int = 0
+    started_at: float = 0.0
     killed_with: int | None = None  # dying of this signal is our doing and no crash
 
 
@@ -148,7 +177,7 @@ class Launcher:
             raise ConfigError(f"worker {program.name!r}: program {program.argv[0]!r} is not on the PATH")
         if known is not None:
             self._reap(known)
-        worker = _Worker(program)
+        worker = _Worker(program, Crashes(self.options))
         self._workers[program.name] = worker
         return self._spawn(worker)
 
@@ -225,6 +254,7 @@ class Launcher:
         path = self.log_path(program.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         worker.starts += 1
+        worker.started_at = time.monotonic()
         worker.restart_at = None
         worker.killed_with = None
         with open(path, "ab", buffering=0) as log:
@@ -261,29 +291,23 @@ class Launcher:
             worker.restart_at = now + self.options.backoff_s_min
             ended = Exit(name, code, number, worker.restart_at, log_tail=tail)
         else:
-            worker.crashes = [at for at in worker.crashes if now - at < self.options.restarts_window_s]
-            worker.crashes.append(now)
-            looping = len(worker.crashes) > self.options.restarts_max
-            worker.restart_at = None if looping else now + self._backoff_s(len(worker.crashes))
-            ended = Exit(name, code, number, worker.restart_at, looping, tail)
-        self._report(ended, len(worker.crashes))
+            worker.restart_at = now + worker.crashes.note(now, worker.started_at)
+            ended = Exit(name, code, number, worker.restart_at, worker.crashes.looping, tail)
+        self._report(ended, len(worker.crashes.times), now)
         return ended
 
-    def _backoff_s(self, crashes: int) -> float:
-        """Return the wait before the restart after so many crashes within the window, one or more."""
-        doubled_s = self.options.backoff_s_min * 2.0 ** min(crashes - 1, 30)  # bounded: floats overflow
-        return min(self.options.backoff_s_max, doubled_s)
-
-    def _report(self, ended: Exit, crashes: int) -> None:
+    def _report(self, ended: Exit, crashes: int, now: float) -> None:
         how = f"code={ended.code}" if ended.signal is None else f"signal={signal_name(ended.signal)}"
         if not ended.crash_looping:
             _log.info(
                 "worker_exited name=%s %s restart=%s", ended.name, how, ended.will_restart_at is not None
             )
             return
+        assert ended.will_restart_at is not None
+        message = "worker_crash_looping name=%s %s crashes=%d window_s=%g next_try_s=%.0f log=%s tail:\n%s"
+        next_try_s, window_s = ended.will_restart_at - now, self.options.restarts_window_s
         path = self.log_path(ended.name)
-        message = "worker_given_up name=%s %s crashes=%d window_s=%g log=%s tail:\n%s"
-        _log.error(message, ended.name, how, crashes, self.options.restarts_window_s, path, ended.log_tail)
+        _log.warning(message, ended.name, how, crashes, window_s, next_try_s, path, ended.log_tail)
 
     def _collect(self, exits: list[Exit]) -> bool:
         """Add new exits, restarting nothing; return whether any worker still runs."""

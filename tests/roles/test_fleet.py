@@ -1,0 +1,89 @@
+"""A fleet over small programs in the place of syncer and learners: what it does when they end."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archipel import config as configuration
+from archipel.roles.fleet import Fleet
+from archipel.runtime import launch
+from archipel.runtime.launch import Launcher, WorkerProgram
+
+# What every program begins with: where it is, who it is, how often it was started, and how to wait.
+HEAD = """
+import os, pathlib, sys, time
+kind, arguments = sys.argv[1], sys.argv[2:]
+options = dict(zip(arguments, arguments[1:]))
+out = pathlib.Path(options["--out"])
+name = options.get("--name", kind)
+start = 1
+while (out / f"{name}.{start}").exists():
+    start += 1
+(out / f"{name}.{start}").touch()
+def wait_for(file):
+    while not (out / file).exists():
+        time.sleep(0.01)
+"""
+LISTEN = """
+def listen():
+    from archipel.tape.tape import Header, TapeWriter, tape_path
+    header = Header("run", kind, kind, str(start), time.time(), {}, {})
+    TapeWriter(tape_path(out, kind, str(start)), header)
+    pathlib.Path(options["--address-file"]).write_text("127.0.0.1:1")
+"""
+UNTIL_DONE = "listen(); wait_for('done')"
+SLEEP = "time.sleep(600)"
+
+
+class SmallFleet(Fleet):
+    """A fleet whose programs are these scripts, by kind; they get the arguments of the real ones."""
+
+    scripts: dict[str, str] = {}  # noqa: RUF012 (set for each fleet)
+
+    def _program(self, name: str, command: list[str], **how: Any) -> WorkerProgram:
+        program = super()._program(name, command, **how)
+        source = HEAD + LISTEN + self.scripts.get(command[0], SLEEP)
+        return WorkerProgram(name, (sys.executable, "-c", source, *program.argv[3:]), restart=program.restart)
+
+
+def fleet(out: Path, *overrides: str, syncer: str = UNTIL_DONE, learner: str = SLEEP) -> SmallFleet:
+    quick = ["launch.backoff_s_min=0.01", "launch.backoff_s_max=0.05", "launch.stop_grace_s=0.5"]
+    made = SmallFleet(configuration.load(None, [*quick, "sync.learners=2", *overrides]), out, quiet=True)
+    made.scripts = {"syncer": syncer, "learner": learner}
+    return made
+
+
+def followed(made: SmallFleet) -> bool:
+    """Start everything and follow it; return whether the run reached its end."""
+    made.out.mkdir(parents=True, exist_ok=True)
+    with Launcher(made.out, made.config.launch) as launcher:
+        made._start_center(launcher, resume=False)
+        made._start_members(launcher, made.address)
+        return made._watch(launcher)
+
+
+# ---- members ----
+
+
+def test_a_run_ends_when_all_members_crash_again_and_again(tmp_path: Path) -> None:
+    assert not followed(fleet(tmp_path, "launch.restarts_max=1", learner="sys.exit(1)"))
+
+
+def test_a_member_that_came_back_from_a_crash_loop_keeps_the_run_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LOOP_RETRY_S", 0.3)
+    learner = """
+if name == "learner-0":
+    start > 1 or sys.exit(1)
+    (out / "back").touch()
+elif start == 1:
+    wait_for("back")
+    sys.exit(1)
+else:
+    (out / "done").touch()
+time.sleep(600)
+"""
+    assert followed(fleet(tmp_path, "launch.restarts_max=0", learner=learner))
