@@ -174,6 +174,40 @@ def test_a_checkpoint_that_was_written_holds_no_weights(opened, tmp_path: Path) 
     assert held == [False, False]
 
 
+def test_checkpoint_holds_the_versions_that_the_machine_knows(opened) -> None:
+    role = opened()
+    role.machine.rounds.flying[0] = Round(0, 1, 0.0, {"a": 1}, [], merging=True)
+    before, momentum = role.outer.digest(), weakref.ref(role.outer.states[0].momentum)
+    numel = role.outer.fragments[0].numel
+    role.outer.fold(0, bytes(2 * numel - 2) + b"\x80\x3f", 1.0, base=0, full=False)  # 1.0 in bfloat16
+    role._merge(m.Merge(0, 1))  # done, and its word waits in the inbox
+    role._save(0)
+    assert role.outer.digest(role.saved.states) == before != role.outer.digest()
+    state = msgspec.json.decode(role.saved.machine)
+    assert (state["versions"], state["owed"], state["published"]) == ([0, 0], [0], [0, 0])
+    role.saved = None
+    role._saves.get()
+    role.host._turn()
+    role._save(1)
+    state = msgspec.json.decode(role.saved.machine)
+    assert (state["versions"], state["owed"], state["published"]) == ([1, 0], [], [1, 0])
+    assert role.outer.digest(role.saved.states) == role.outer.digest()
+    assert momentum() is None  # what was kept for the machine's sake has gone
+
+
+def test_merge_that_fails_leaves_the_checkpoint_as_it_is(opened) -> None:
+    role = opened()
+    posted: list[m.Event] = []
+    role.host.post = posted.append
+    numel = role.outer.fragments[0].numel
+    role.outer.fold(0, bytes(2 * numel), 1.0, base=0, full=False)
+    role.outer.states[0].momentum.fill_(float("inf"))
+    role._merge(m.Merge(0, 1))
+    assert isinstance(posted[0], m.MergeFailed)
+    role._save(0)
+    assert [state.version for state in role.saved.states] == [0, 0] and not role._unheard
+
+
 def test_result_is_that_of_the_last_checkpoint(opened, tmp_path: Path) -> None:
     role = opened()
     role._save(0)

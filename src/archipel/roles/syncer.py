@@ -2,7 +2,8 @@
 
 The machine's thread decides and sends; the tensor thread folds and merges in the order asked and posts the
 outcome; checkpoints are written from values that later merges replace but do not change, so that no round
-waits for a disk.
+waits for a disk. A checkpoint holds of every fragment the version that the machine knows, not one whose word
+is still on its way: tensors, ledger and owed rounds are of one moment.
 """
 
 import logging
@@ -73,6 +74,8 @@ class SyncerRole:
         self._buffers = buffers
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        # By fragment: the state before a merge of which the machine has not heard yet.
+        self._unheard: dict[int, FragmentState] = {}
         self._encoded: dict[int, tuple[int, Any, int]] = {}  # fragment -> (version, bytes, checksum)
         self._threads = [
             threading.Thread(target=self._compute, name="archipel-tensors", daemon=True),
@@ -169,21 +172,34 @@ class SyncerRole:
             self.host.post(m.Folded(fold.fragment, fold.worker))
 
     def _merge(self, merge: m.Merge) -> None:
+        # First, so that whoever sees the new state finds this one, too.
+        self._unheard[merge.fragment] = replace(self.outer.states[merge.fragment], before=None)
         try:
             self.outer.merge(merge.fragment, merge.version)
         except PayloadError as error:
+            del self._unheard[merge.fragment]
             self.host.post(m.MergeFailed(merge.fragment, str(error)))
         else:
             digest = self.outer.fragment_digest(merge.fragment)
-            self.host.post(m.Merged(merge.fragment, merge.version, digest))
+            merged = m.Merged(merge.fragment, merge.version, digest)
+            self.host.call(lambda: self._merged(merged))
+
+    def _merged(self, merged: m.Merged) -> None:
+        """Tell the machine, on its thread: from here on the new version is the one it knows."""
+        del self._unheard[merged.fragment]
+        self.host.handle(merged)
+
+    def _known(self) -> list[FragmentState]:
+        """Return the state of every fragment at the version that the machine knows. On its thread."""
+        # The list is read before what is unheard: a merge that begins in between changes neither answer.
+        held = enumerate(list(self.outer.states))
+        return [replace(self._unheard.get(fragment, state), before=None) for fragment, state in held]
 
     # ---- checkpoints ----
 
     def _save(self, number: int) -> None:
-        states = [replace(held, before=None) for held in self.outer.states]
-        state = self.machine.state()
-        # A merge whose word has not come back yet is in the tensors: the versions are theirs.
-        state.versions = [held.version for held in states]
+        states, state = self._known(), self.machine.state()
+        assert state.versions == [held.version for held in states], (state.versions, number)
         self.saved = Snapshot(number, states, msgspec.json.encode(state))
         self._saves.put(self.saved)
 
@@ -238,6 +254,7 @@ class SyncerRole:
         self._saves.put(None)
         for thread in self._threads:
             thread.join()
+        self._unheard.clear()  # `saved` has what the run ends with
         self.server.stop(2.0)
         self.tape.close(finish.reason)
         return finish
