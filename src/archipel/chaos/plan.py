@@ -125,6 +125,14 @@ class Weather(Struct, frozen=True, forbid_unknown_fields=True):
     syncer_kill_s: float = 0.0
     mean_for_s: float = 10.0
 
+    def __post_init__(self) -> None:
+        """ConfigError names the first number that is no time."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not 0 <= value < FOREVER or (value == 0 and name == "mean_for_s"):
+                least = "above 0" if name == "mean_for_s" else "of 0 (never) or more"
+                raise ConfigError(f"sim.weather.{name}={value} makes no sense: use finite seconds {least}")
+
 
 def draw(seed: int, workers: Sequence[str], horizon_s: float, weather: Weather) -> Plan:
     """Return a plan of Poisson faults with exponential durations over a horizon; a pure function."""

@@ -8,22 +8,43 @@ Invariants: nothing overtakes within a lane; what is on its way when a channel i
 heals before anybody noticed only delays what was sent meanwhile.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import Struct
 
+from ..errors import ConfigError
 from ..protocol import messages as m
 
 
 class LinkOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """One learner's line to the syncer, the same both ways."""
+    """Option `sim.link`: one learner's line to the syncer, the same both ways."""
 
     latency_s: float = 0.01
     bytes_per_s: float = 1e9
     notice_death_s: float = 0.05  # a process that died: the connection is reset
     notice_cut_s: float = 4.7  # a silent line or a frozen process: keepalive fails
     retry_s: float = 1.0  # pause between attempts to connect
+
+    def __post_init__(self) -> None:
+        """ConfigError names the first number that no line has."""
+        require_numbers("sim.link", self, ("retry_s",), ("latency_s", "notice_death_s", "notice_cut_s"))
+        if not self.bytes_per_s > 0:
+            raise ConfigError(
+                f"sim.link.bytes_per_s={self.bytes_per_s} is not positive: nothing would ever arrive; cut a "
+                'line with a fault of kind "partition"'
+            )
+
+
+def require_numbers(section: str, options: Struct, positive: Sequence[str], natural: Sequence[str]) -> None:
+    """ConfigError where a number is not finite and above 0, or, of the second names, not 0 or more."""
+    for name in (*positive, *natural):
+        value = getattr(options, name)
+        if not math.isfinite(value) or value < 0 or (value == 0 and name in positive):
+            least = "above 0" if name in positive else "of 0 or more"
+            raise ConfigError(f"{section}.{name}={value} makes no sense: use a finite value {least}")
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from ..tape.tape import digest
 from . import bandwidth
 from .engine import Engine
 from .hardware import HardwareOptions
-from .network import LinkOptions
+from .network import LinkOptions, require_numbers
 from .pace import Island, Pace
 from .ports import ComputePort, EngineOptions, LearnerOptions, Record, Said, each
 from .tapes import Opening, Tapes
@@ -37,6 +37,8 @@ from .witness import Witness
 
 LONGEST_STORM = 20.0  # faults are drawn for so many times the length of a calm run
 _EVEN = {"step_s": 1.0, "speed_spread": 0.0, "jitter": 0.0, "slow_learner": 1.0}  # hardware says it better
+_POSITIVE = ("step_s", "slow_learner", "tokens", "horizon_s")
+_NATURAL = ("speed_spread", "jitter", "slow_link_bytes_per_s", "fragment_bytes", "fold_s", "merge_s")
 
 
 class AllReduce(Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +52,10 @@ class AllReduce(Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: float = 0.0
     bits: float = 16.0  # per gradient
     buckets: int = 40  # the last of so many has nothing left to hide behind
+
+    def __post_init__(self) -> None:
+        """ConfigError names the first number that makes no sense."""
+        require_numbers("sim.all_reduce", self, ("sites", "bytes_per_s", "bits", "buckets"), ("latency_s",))
 
     def exposed_s(self, parameters: float, step_s: float) -> float:
         """Return the seconds that a step of so long takes longer."""
@@ -80,7 +86,10 @@ class SimOptions(Struct, frozen=True, forbid_unknown_fields=True):
     horizon_s: float = 1e7  # a run that is not over by then is given up
 
     def __post_init__(self) -> None:
-        """ConfigError where hardware and steps contradict each other."""
+        """ConfigError where a number makes no sense, or hardware and steps contradict each other."""
+        require_numbers("sim", self, _POSITIVE, _NATURAL)
+        if self.jitter >= 1:
+            raise ConfigError(f"sim.jitter={self.jitter} would make steps of no length: use less than 1")
         for name, even in _EVEN.items() if self.hardware is not None else ():
             if getattr(self, name) != even:
                 raise ConfigError(
