@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from archipel import config as configuration
+from archipel.errors import CheckpointError
 from archipel.roles.fleet import Fleet
-from archipel.runtime import launch
+from archipel.runtime import checkpoint, launch
 from archipel.runtime.launch import Launcher, WorkerProgram
 
 # What every program begins with: where it is, who it is, how often it was started, and how to wait.
@@ -62,6 +64,51 @@ def followed(made: SmallFleet) -> bool:
         made._start_center(launcher, resume=False)
         made._start_members(launcher, made.address)
         return made._watch(launcher)
+
+
+# ---- a folder that holds a run ----
+
+HELD = {"config.toml": "old", "syncer.json": "{}", "address": "127.0.0.1:7"}
+
+
+def held(out: Path, *, states: str = "checkpoints", run: str = "run") -> Path:
+    """Make the folder of a run with one checkpoint."""
+    checkpoint.save(out / states, 7, {"weights": {"w": np.zeros(2)}}, {}, run=run, keep=1)
+    for name, text in HELD.items():
+        (out / name).write_text(text)
+    return out
+
+
+def refused(made: SmallFleet, words: str) -> None:
+    """The fleet does not start, and leaves the run's files as they were."""
+    with pytest.raises(CheckpointError, match=words):
+        made.run()
+    assert {name: (made.out / name).read_text() for name in HELD} == HELD
+
+
+def test_a_run_that_exists_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    words = "checkpoints holds a checkpoint of round 7: --resume goes on from it, another --out starts afresh"
+    refused(fleet(held(tmp_path)), words)
+
+
+def test_another_run_is_not_resumed_and_left_as_it_is(tmp_path: Path) -> None:
+    made = fleet(held(tmp_path, run="other"))
+    made.resume = True
+    refused(made, "step-000000007 belongs to run 'other', not to 'run': name its own directory")
+
+
+def test_a_run_of_the_other_kind_is_not_resumed_and_left_as_it_is(tmp_path: Path) -> None:
+    made = fleet(held(tmp_path, states="rendezvous"))
+    made.resume = True
+    refused(made, "rendezvous is of a run that has no syncer")
+
+
+@pytest.mark.parametrize("leased", [".", "logs"], ids=["its syncer lives", "its fleet lives, its syncer not"])
+def test_a_run_that_lives_is_refused_and_left_as_it_is(tmp_path: Path, leased: str) -> None:
+    made = fleet(held(tmp_path))
+    made.resume = True
+    with checkpoint.lease(tmp_path / leased):
+        refused(made, "already has a syncer")
 
 
 # ---- members ----

@@ -8,6 +8,8 @@ says, starts a center that was killed again from its newest checkpoint, and sums
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,16 @@ from .. import config as configuration
 from ..dashboard.collect import Series
 from ..dashboard.peers import PeerSeries
 from ..dashboard.terminal import View
-from ..errors import WorkerDied
+from ..errors import CheckpointError, WorkerDied
 from ..protocol.gossip import RENDEZVOUS
+from ..runtime import checkpoint
 from ..runtime.launch import Exit, Launcher, WorkerProgram, available_cores, signal_name, threads_per_worker
 from ..tape.tape import TapeTail, workers
 from .summary import Losses, summarise, summarise_gossip
 
 START_S_MAX = 60.0  # for the syncer to listen
 POLL_S = 0.1
+STATES = {"syncer": "checkpoints", RENDEZVOUS: "rendezvous"}  # where in the run folder a center keeps its own
 # Where trainers share cores with syncer and couriers, a report or an update must not wait for a step to end.
 LEARNER_NICE, EVALUATOR_NICE = 5, 10
 EVALUATION_S_MAX = 60.0  # for the last evaluation after the run has ended
@@ -68,12 +72,15 @@ class Fleet:
     def run(self) -> dict[str, Any]:
         """Run to the end and return the summary, which is also left in `summary.json`."""
         began = time.monotonic()
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "config.toml").write_text(configuration.dump(self.config))
-        with Launcher(self.out, self.config.launch) as launcher:
+        # The center holds its own lease while it lives; this one also while it starts, or is down.
+        with checkpoint.lease(self.out / "logs"), Launcher(self.out, self.config.launch) as launcher:
             launcher.install_signal_handlers()
-            (self.out / f"{self.center}.json").unlink(missing_ok=True)  # of the time before a resume
-            self._start_center(launcher, resume=self.resume)
+            with checkpoint.lease(self.out):
+                self._refuse_what_is_there()
+            with _put_back_unless_done(self._config_file, self._result_file):
+                self._config_file.write_text(configuration.dump(self.config))
+                self._result_file.unlink(missing_ok=True)  # of the time before a resume
+                self._start_center(launcher, resume=self.resume)
             self._start_members(launcher, self.address)
             if self._watch(launcher):
                 self._await_the_rest(launcher)
@@ -83,7 +90,38 @@ class Fleet:
         _write_json(self.out / "summary.json", summary)
         return summary
 
+    @property
+    def _config_file(self) -> Path:
+        return self.out / "config.toml"
+
+    @property
+    def _result_file(self) -> Path:
+        """What the center leaves when it ends in order."""
+        return self.out / f"{self.center}.json"
+
     # ---- starting ----
+
+    def _refuse_what_is_there(self) -> None:
+        """Raise CheckpointError if the folder holds another run, or this one and it is not to be resumed."""
+        path, held = _newest(self.out)
+        if held is None:
+            return
+        if held.run != self.config.run.name:
+            raise CheckpointError(
+                f"checkpoint {path} belongs to run {held.run!r}, not to {self.config.run.name!r}: "
+                "name its own directory"
+            )
+        folder = path.parent
+        if folder.name != STATES[self.center]:
+            raise CheckpointError(
+                f"{folder} is of a run that has no {self.center}: a section [gossip] makes the difference; "
+                "resume with the run's own file, or name another --out"
+            )
+        if not self.resume:
+            what = f"a checkpoint of round {held.step}" if self.center == "syncer" else "the state of a run"
+            raise CheckpointError(
+                f"{folder} holds {what}: --resume goes on from it, another --out starts afresh"
+            )
 
     def _program(
         self, name: str, command: list[str], *, threads: int = 1, restart: bool = True
@@ -97,7 +135,7 @@ class Fleet:
         """Start a syncer or rendezvous, where it was before if it was, and return when it listens."""
         address_file = self.out / "address"
         address_file.unlink(missing_ok=True)
-        command = [self.center, str(self.out / "config.toml"), "--listen", self.address or "127.0.0.1:0"]
+        command = [self.center, str(self._config_file), "--listen", self.address or "127.0.0.1:0"]
         command += ["--address-file", str(address_file)]
         command += ["--resume"] if resume else []
         command += ["--init", str(Path(self.init).resolve())] if self.init else []
@@ -117,7 +155,7 @@ class Fleet:
     def _start_members(self, launcher: Launcher, address: str) -> None:
         threads = threads_per_worker(available_cores(), len(self.members))
         for number, name in enumerate(self.members):
-            command = [self.kind, str(self.out / "config.toml"), f"--{self.center}", address, "--name", name]
+            command = [self.kind, str(self._config_file), f"--{self.center}", address, "--name", name]
             command += ["--nice", str(LEARNER_NICE)]
             command += ["--resume"] if self.kind == "peer" else []  # what it kept, if all others are gone too
             if self.config.launch.device == "cuda":
@@ -125,7 +163,7 @@ class Fleet:
             launcher.start(self._program(name, command, threads=threads))
         if self.kind == "peer":
             return
-        command = ["evaluator", str(self.out / "config.toml"), "--syncer", address]
+        command = ["evaluator", str(self._config_file), "--syncer", address]
         command += ["--nice", str(EVALUATOR_NICE)]
         command += [] if self.resume or self.init else ["--fresh"]
         launcher.start(self._program("evaluator", command))
@@ -177,8 +215,8 @@ class Fleet:
         """Whether every member is down and crashed too often: nobody trains, and a person must look."""
         hopeless = set(self.members) <= self.looping - set(launcher.running)
         if hopeless:
-            text = f"every {self.kind} is down and crashes again and again, so the run stops: see {self.out}/logs"
-            print(text, file=sys.stderr)
+            why = f"every {self.kind} is down and crashes again and again"
+            print(f"{why}, so the run stops: see {self.out / 'logs'}", file=sys.stderr)
         return hopeless
 
     def _revive(self, launcher: Launcher, ended: Exit) -> bool:
@@ -204,6 +242,30 @@ class Fleet:
         while launcher.running and time.monotonic() < deadline and not launcher.stop_requests:
             launcher.poll()
             time.sleep(POLL_S)
+
+
+def _newest(out: Path) -> tuple[Path, checkpoint.Manifest | None]:
+    """Return the newest checkpoint in a run folder and what it says of itself; its files are not read."""
+    found: list[tuple[Path, checkpoint.Manifest]] = []
+    for folder in STATES.values():
+        for path in (out / folder).glob(f"step-*/{checkpoint.MANIFEST}"):
+            with suppress(
+                OSError, msgspec.DecodeError, UnicodeDecodeError
+            ):  # damaged: the center will say so
+                found.append((path.parent, msgspec.json.decode(path.read_bytes(), type=checkpoint.Manifest)))
+    return max(found, key=lambda each: each[1].step, default=(out, None))
+
+
+@contextmanager
+def _put_back_unless_done(*paths: Path) -> Iterator[None]:
+    """Give files the content they have now if what is done meanwhile fails."""
+    before = {path: path.read_bytes() for path in paths if path.exists()}
+    try:
+        yield
+    except BaseException:
+        for path, content in before.items():
+            path.write_bytes(content)
+        raise
 
 
 def _exit_of(name: str, exits: list[Exit]) -> Exit | None:
