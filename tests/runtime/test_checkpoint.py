@@ -1,5 +1,6 @@
 """Checkpoints: loaded bit for bit as saved; damage is noticed; a kill or a full disk loses nothing."""
 
+import errno
 import json
 import math
 import os
@@ -12,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from safetensors import SafetensorError
 
 from archipel.errors import CheckpointError
+from archipel.runtime import checkpoint
 from archipel.runtime.checkpoint import digest_file, lease, load_newest, save
 
 # Forks a saver, kills it at a random instant, and checks what a successor would load: 50 times.
@@ -322,6 +325,70 @@ def test_a_full_disk_is_reported_and_changes_nothing(tmp_path: Path) -> None:
     assert "Make room" in message
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
     assert load_newest(tmp_path).step == 1
+
+
+# As safetensors words it.
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+def a_disk_for(directory: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on there is room for so many checkpoints only: writing weights fails as on a full disk."""
+    write = checkpoint.save_file
+
+    def written(tensors: dict[str, np.ndarray], path: Path) -> None:
+        if len(list(directory.glob("step-*"))) >= count:
+            path.write_bytes(b"the beginning")
+            raise SafetensorError(FULL)
+        write(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", written)
+
+
+def test_on_a_full_disk_older_ones_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    a_disk_for(tmp_path, 3, monkeypatch)
+    save_step(tmp_path, 4)
+    assert steps(tmp_path) == [3, 4] and leftovers(tmp_path) == []
+    assert "checkpoint_disk_full removed=step-000000002,step-000000001 kept=step-000000003" in caplog.text
+    for step in (5, 6, 7):
+        save_step(tmp_path, step)
+    assert load_newest(tmp_path).step == 7 and len(steps(tmp_path)) <= 3
+
+
+def test_on_a_full_disk_the_newest_valid_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    flip_one_byte(save_step(tmp_path, 3) / "weights.safetensors", 100)
+    a_disk_for(tmp_path, 1, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_step(tmp_path, 4)
+        assert steps(tmp_path) == [2]
+    assert load_newest(tmp_path).step == 2
+
+
+def test_a_quota_is_a_full_disk_and_a_broken_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, left = os.fsync, [errno.EDQUOT]
+
+    def failing(descriptor: int) -> None:
+        if left:
+            raise OSError(left.pop(), "refused")
+        fsync(descriptor)
+
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    monkeypatch.setattr(os, "fsync", failing)
+    save_step(tmp_path, 4)
+    assert steps(tmp_path) == [3, 4]
+    left.append(errno.EIO)
+    with pytest.raises(CheckpointError, match="refused"):
+        save_step(tmp_path, 5)
+    assert steps(tmp_path) == [3, 4]
 
 
 def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path) -> None:

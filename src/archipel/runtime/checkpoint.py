@@ -4,12 +4,13 @@ DESIGN.md section 5: nothing acknowledged is lost. A checkpoint is a directory `
 files, a state file and `manifest.json`, which names the run, the step and, for every file, length and xxh3.
 
 Invariants: a name `step-…` appears by one rename, after everything in it is on disk; `save` returns after
-that rename is on disk too. What `save` fails at, or is killed in, changes no older checkpoint. A save removes
-only checkpoints of earlier steps. Every byte of a checkpoint is under a checksum, the manifest's own
-included. Nothing is unpickled. One process writes to a directory at a time (`lease`), and needs room for
-`keep` + 1 checkpoints.
+that rename is on disk too. What `save` fails at, or is killed in, changes no older checkpoint; but where the
+disk is full, all but the newest valid one make room for it. A save removes only checkpoints of earlier steps.
+Every byte of a checkpoint is under a checksum, the manifest's own included. Nothing is unpickled. One process
+writes to a directory at a time (`lease`), and needs room for `keep` + 1 checkpoints, at the least for two.
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -42,6 +43,8 @@ FOREIGN_STALE_S = 86400.0  # a writer on another host cannot be asked; after a d
 _CHECKPOINT = re.compile(r"step-(\d{9,})(\.old)?")
 _STAGING = re.compile(r"\.writing-(.+)-(\d+)-[0-9a-f]+")
 _FILE_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OS_ERROR = re.compile(r"os error (\d+)")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _in_progress: set[str] = set()  # staging names of this process: a restarted container may reuse its pid
 _log = logging.getLogger(__name__)
 
@@ -119,40 +122,79 @@ def save(
 
     arrays: file key → tensor name → array of a bool, integer, float or complex64 type. Contiguous arrays are
     written without a copy. state: bytes, or a dict that JSON can hold (keys are strings, tuples return as
-    lists). Raises CheckpointError, with nothing changed on disk, when it cannot be written (a full disk, for
-    one).
+    lists). Where the disk is full, older checkpoints go, but for the newest valid one, and it is tried once
+    more. Raises CheckpointError, with that one as it was, when it cannot be written.
     """
     assert step >= 0 and keep >= 1, (step, keep)
-    directory = Path(directory)
+    target = Path(directory) / f"step-{step:09d}"
     for key in arrays:
         if not _FILE_KEY.fullmatch(key):
             raise CheckpointError(
                 f"checkpoint file key {key!r} is not a plain name; use letters, digits, . _ -"
             )
     kind, state_bytes = _encode_state(state)
-    staging = directory / f".writing-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    target = directory / f"step-{step:09d}"
+    draft = Manifest(FORMAT, run, step, kind, ())
+    try:
+        _make_directory(target.parent)
+        _remove_stale(target.parent)
+        try:
+            _write(target, draft, arrays, state_bytes)
+        except (OSError, SafetensorError) as error:
+            if not (_for_lack_of_space(error) and _make_room(target, error)):
+                raise
+            _write(target, draft, arrays, state_bytes)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint of step {step} could not be written to {target}: {error}. The newest one is as it "
+            f"was. Make room (for {keep + 1} checkpoints, at the least for two) or name another directory"
+        ) from error
+    _prune(target.parent, target, keep)
+    return target
+
+
+def _write(
+    target: Path, draft: Manifest, arrays: Mapping[str, Mapping[str, np.ndarray]], state: bytes
+) -> None:
+    """Write a checkpoint under a staging name and give it its own. draft: its manifest without the files."""
+    staging = target.with_name(f".writing-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
     _in_progress.add(staging.name)
     try:
-        _make_directory(directory)
-        _remove_stale(directory)
         staging.mkdir()
         files = [_write_tensors(staging / _file_name(key), tensors) for key, tensors in arrays.items()]
-        files.append(_write_bytes(staging / STATE_FILES[kind], state_bytes))
-        manifest = Manifest(FORMAT, run, step, kind, tuple(files))
+        files.append(_write_bytes(staging / STATE_FILES[draft.state], state))
+        manifest = msgspec.structs.replace(draft, files=tuple(files))
         _write_bytes(staging / MANIFEST, _encode_manifest(manifest))
         _sync(staging)
         _publish(staging, target)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint of step {step} could not be written to {target}: {error}. Older checkpoints are as "
-            f"they were. Make room (a save needs space for {keep + 1} checkpoints) or name another directory"
-        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         _in_progress.discard(staging.name)
-    _prune(directory, target, keep)
-    return target
+
+
+def _for_lack_of_space(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    found = _OS_ERROR.search(str(error))  # safetensors tells it in words only
+    return found is not None and int(found[1]) in _FULL
+
+
+def _make_room(target: Path, error: Exception) -> bool:
+    """Remove checkpoints of steps before `target` but for the newest valid one; return whether any went."""
+    try:
+        whole = [path for path in _candidates(target.parent) if (path / MANIFEST).exists()]
+        newest = next((path for path in whole if isinstance(_verify(path, None), Manifest)), None)
+        if newest is None:
+            return False
+        doomed = [path for path in whole if path != newest and _order(path) < _order(target)]
+        for path in doomed:
+            _remove(path)
+    except (OSError, CheckpointError) as failure:
+        _log.warning("checkpoint_prune_failed directory=%s reason=%s", target.parent, failure)
+        return False
+    if doomed:
+        names = ",".join(path.name for path in doomed)
+        _log.warning("checkpoint_disk_full removed=%s kept=%s reason=%r", names, newest.name, str(error))
+    return bool(doomed)
 
 
 def load_newest(directory: Path, *, run: str | None = None) -> Checkpoint | None:
