@@ -64,6 +64,48 @@ def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
     assert len(lines) == 1 and words in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["learner", "x.toml", "--syncer", "a:1", "--device", "gpu"], "'gpu' is no device: use cpu, cuda or"),
+        (["score", "run", "q.jsonl", "--device", "cuda:x"], "'cuda:x' is no device: use cpu, cuda or cuda:N"),
+        (
+            ["learner", "x.toml", "--syncer", "a:1", "--threads", "-1"],
+            "'-1' is not a whole number of 0 or more",
+        ),
+        (["peer", "x.toml", "--nice", "-1"], "'-1' is not a whole number of 0 or more"),
+        (
+            ["simulate", "x.toml", "--seeds", "0:2", "--cores", "-1"],
+            "'-1' is not a whole number of 0 or more",
+        ),
+        (["data", "prepare", "a", "b", "--train-bpe", "-5"], "'-5' is not a whole number of 0 or more"),
+        (
+            ["data", "prepare", "a", "b", "--train-bpe", "9"],
+            "9 entries are too few: 256 bytes and a separator",
+        ),
+        (["tape", "run", "--rounds", "-1"], "'-1' is not a whole number of 0 or more"),
+        (["replay", "run", "--save-every", "nan"], "'nan' is not a number of seconds above 0"),
+        (["draw", "bandwidth", "--step-s", "0"], "'0' is not a number of seconds above 0"),
+        (["draw", "bandwidth", "--sites", "0"], "'0' is not a whole number of 1 or more"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_an_argument_that_is_no_such_value_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "simulate"])
+def test_a_file_that_is_no_text_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_bytes(b"# \xff\n")
+    assert run(command, str(tmp_path / "run.toml")) == 2
+    assert "run.toml is not TOML: byte 2 is no UTF-8 text" in capsys.readouterr().err
+
+
 def test_unknown_command_is_refused() -> None:
     assert run("no-such-command") == 2
 

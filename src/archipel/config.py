@@ -67,11 +67,15 @@ def load(path: str | Path | None, overrides: list[str] | None = None) -> Config:
 
 def _read(path: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the path of a run's TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not TOML: byte {error.start} is no UTF-8 text; save it as UTF-8, or give another file"
+        ) from None
 
 
 def from_tree(tree: dict[str, Any]) -> Config:

@@ -79,3 +79,9 @@ def test_a_worker_that_is_down_does_not_go_down_again() -> None:
     plan = draw(3, ["a"], 1_000.0, Weather(kill_s=5.0, mean_for_s=10.0))
     for first, second in zip(plan.fault, plan.fault[1:], strict=False):
         assert first.until_s <= second.at_s
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "faults.toml").write_bytes(b"\x80\x81")
+    with pytest.raises(ConfigError, match="is not a fault plan: byte 0 is no UTF-8 text"):
+        load(tmp_path / "faults.toml")

@@ -73,11 +73,15 @@ class Target(Protocol):
 def load(path: str | Path) -> Plan:
     """Return the plan in a TOML file. Raises ConfigError that names the rule a fault breaks."""
     try:
-        plan = msgspec.convert(tomllib.loads(Path(path).read_text()), Plan)
+        plan = msgspec.convert(tomllib.loads(Path(path).read_text(encoding="utf-8")), Plan)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the path of a fault plan") from None
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is not a fault plan: {error}; see the table in docs/guide.md") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not a fault plan: byte {error.start} is no UTF-8 text; give a fault plan"
+        ) from None
     for number, fault in enumerate(plan.fault):
         if reason := _broken(fault):
             raise ConfigError(f"{path}: fault {number} ({fault.kind} of {fault.worker}): {reason}")

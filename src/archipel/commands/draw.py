@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .shared import command
+from .shared import command, duration, positive
 
 UTILISATION_POINTS = 240  # of each curve, evenly over the logarithm of bandwidth
 
@@ -23,10 +23,10 @@ def add_draw(commands: Any) -> None:
         kinds, "goodput", _goodput, "goodput and uptime against chips, beside the paper's Table 1"
     )
     goodput.add_argument("--seed", type=int, default=0)
-    goodput.add_argument("--failures", type=int, default=20_000, help="failed chips in each cell")
+    goodput.add_argument("--failures", type=positive, default=20_000, help="failed chips in each cell")
     bandwidth = _kind(kinds, "bandwidth", _bandwidth, "compute utilisation against bandwidth, by method")
-    bandwidth.add_argument("--step-s", type=float, default=1.0, help="compute of one inner step")
-    bandwidth.add_argument("--sites", type=int, default=8)
+    bandwidth.add_argument("--step-s", type=duration, default=1.0, help="compute of one inner step")
+    bandwidth.add_argument("--sites", type=positive, default=8)
     experiment = _kind(kinds, "experiment", _experiment, "final losses of an experiment's cells")
     experiment.add_argument("results", help="JSON file in experiments/results")
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .shared import command, log, report
+from .shared import command, log, natural, report
 
 
 def add_data(commands: Any) -> None:
@@ -19,10 +19,17 @@ def add_data(commands: Any) -> None:
     prepare.add_argument("out", help="token file to write (.bin)")
     prepare.add_argument("--tokenizer", default="bytes", help="bytes, or a tokenizers JSON file")
     prepare.add_argument(
-        "--train-bpe", type=int, default=0, metavar="ENTRIES", help="train the tokenizer first"
+        "--train-bpe", type=_entries, default=0, metavar="ENTRIES", help="train the tokenizer first"
     )
     prepare.add_argument("--field", default="text", help="field of JSONL, column of Parquet")
     prepare.add_argument("--config", default=None, help="configuration of a hub data set")
+
+
+def _entries(text: str) -> int:
+    entries = natural(text)
+    if entries < 257:
+        raise argparse.ArgumentTypeError(f"{text} entries are too few: 256 bytes and a separator are 257")
+    return entries
 
 
 def _data(options: argparse.Namespace) -> int:
@@ -44,7 +51,7 @@ def _data(options: argparse.Namespace) -> int:
 def add_tape(commands: Any) -> None:
     parser = command(commands, "tape", _tape, "tell a run's figures from its tapes, and show its last rounds")
     parser.add_argument("run", help="run folder, of a live run or a simulated one")
-    parser.add_argument("--rounds", type=int, default=10, help="how many of the last rounds to show")
+    parser.add_argument("--rounds", type=natural, default=10, help="how many of the last rounds to show")
     parser.add_argument(
         "--loss", type=float, action="append", default=[], metavar="LOSS", help="tell when it was reached"
     )

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ..errors import ConfigError, DataError
-from .shared import command
+from .shared import command, device
 
 
 def add_score(commands: Any) -> None:
@@ -18,7 +18,7 @@ def add_score(commands: Any) -> None:
     parser.add_argument(
         "--tokenizer", default="", help="bytes, or a tokenizers JSON; default: the one that was exported"
     )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=int, default=0, help="computing threads; 0: torch's own choice")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 

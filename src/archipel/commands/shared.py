@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,44 @@ def add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text
     )
+
+
+def natural(text: str) -> int:
+    """Return an option's whole number, 0 or more."""
+    return _at_least(0, text)
+
+
+def positive(text: str) -> int:
+    """Return an option's whole number, 1 or more."""
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return value
+
+
+def duration(text: str) -> float:
+    """Return an option's length of time: finite, above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def device(text: str) -> str:
+    """Return an option's device; whether there is such a GPU is known later."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: use cpu, cuda or cuda:N, N from 0 on")
+    return text
 
 
 def load(options: argparse.Namespace) -> Any:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .shared import add_config, command, load
+from .shared import add_config, command, device, load, natural
 
 
 def _add_worker(parser: argparse.ArgumentParser, home: str = "--syncer", *, required: bool = True) -> None:
@@ -12,7 +12,7 @@ def _add_worker(parser: argparse.ArgumentParser, home: str = "--syncer", *, requ
     note = None if required else "none: the others are those of the file's section [members]"
     parser.add_argument(home, required=required, default="", metavar="HOST:PORT", help=note)
     parser.add_argument("--out", default="out/learner", help="folder for tape, journal and metrics")
-    parser.add_argument("--nice", type=int, default=0, help="lower the priority of computing by so much")
+    parser.add_argument("--nice", type=natural, default=0, help="lower the priority of computing by so much")
     parser.add_argument(
         "--tls", default="", metavar="DIR", help="folder of certificates (archipel certs DIR)"
     )
@@ -77,8 +77,8 @@ def add_learner(commands: Any) -> None:
 
 def _add_trainer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="", help="unique in the run; the same name continues its data")
-    parser.add_argument("--threads", type=int, default=0, help="computing threads; 0: torch's own choice")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=natural, default=0, help="computing threads; 0: torch's own choice")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda or cuda:N")
 
 
 def _learner(options: argparse.Namespace) -> int:
