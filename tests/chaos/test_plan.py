@@ -38,6 +38,7 @@ def test_a_plan_is_sorted_by_time(tmp_path: Path) -> None:
         ('[[fault]]\nkind="burn"\nworker="a"\nat_s=1\n', "not a fault plan"),
         ('[[fault]]\nkind="kill"\nworker="a"\nat_s=-1\n', "must be finite and not negative"),
         ('[[fault]]\nkind="slow"\nworker="a"\nat_s=1\nfactor=0\n', "factor=0.0 must be positive"),
+        ('[[fault]]\nkind="slow"\nworker="a"\nat_s=1\n', "factor=1.0 changes nothing: 3.0 makes a step"),
         ('[[fault]]\nkind="slow"\nworker="syncer"\nat_s=1\nfactor=2\n', "a syncer can be killed or stopped"),
         ('[[fault]]\nkind="kill"\nworker="a"\nat_s=1\ncolour="red"\n', "colour"),
         ("[[fault\n", "not a fault plan"),

@@ -5,10 +5,11 @@ faults by name: the simulator's engine in virtual time, or processes on this mac
 the run's start.
 
     [[fault]]
-    kind = "kill"          # kill | freeze | pause | slow | partition | stop
+    kind = "slow"          # kill | freeze | pause | slow | partition | stop
     worker = "learner-1"   # or "syncer"
     at_s = 12.0
     for_s = 5.0            # then it is restarted, thawed, healed …; 0: for good
+    factor = 3.0           # of `slow` only: its steps take so many times as long
 
 Invariants: a plan is a value, sorted by time; drawing depends on nothing but its arguments.
 """
@@ -30,7 +31,7 @@ Kind = Literal["kill", "freeze", "pause", "slow", "partition", "stop"]
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True):
-    """One fault. `factor`: of a slow one's step time."""
+    """One fault. `factor`: of a slow one's step time; a plan that is loaded must give it, and not as 1."""
 
     kind: Kind
     worker: str
@@ -93,6 +94,8 @@ def _broken(fault: Fault) -> str:
         return f"at_s={fault.at_s}, for_s={fault.for_s} must be finite and not negative"
     if fault.kind == "slow" and not 0 < fault.factor < FOREVER:
         return f"factor={fault.factor} must be positive: 3.0 makes a step take three times as long"
+    if fault.kind == "slow" and fault.factor == 1:
+        return "factor=1.0 changes nothing: 3.0 makes a step take three times as long"
     if fault.worker == SYNCER and fault.kind not in ("kill", "stop"):
         return "a syncer can be killed or stopped; slow or cut off the learners instead"
     return ""
