@@ -13,6 +13,7 @@ from archipel.protocol.quorum import (
     lower_median,
     median_step_s,
     needed,
+    patience_s,
     weight,
 )
 from archipel.protocol.schedule import SyncOptions
@@ -26,6 +27,7 @@ class Seen:
     reports: int = 5
     quiet_since: float = 10.0
     pace_s: float | None = 1.0
+    patience_s: float = 60.0
 
 
 def warm() -> Tempo:
@@ -153,6 +155,29 @@ def test_a_window_is_granted_once() -> None:
     judge(10.0, tick, [first, second, Seen(fresh=False)], warm(), options())
     judge(10.5, tick, [first, Seen(fresh=False), Seen(fresh=False)], warm(), options())  # `second` died
     assert judge(11.0, tick, [first, Seen(), Seen(fresh=False)], warm(), options()).close
+
+
+# ---- trainers that hang ----
+
+
+def test_a_learner_hangs_after_ten_of_its_steps_or_transfers_but_not_within_a_minute() -> None:
+    assert patience_s(step_s=1.0, transfer_s=0.0) == 60.0
+    assert patience_s(step_s=30.0, transfer_s=2.0) == 300.0
+    assert patience_s(step_s=1.0, transfer_s=20.0) == 200.0
+
+
+def test_with_quorum_live_a_learner_that_hangs_is_waited_for_only_so_long() -> None:
+    both = [Seen(), Seen(fresh=False, quiet_since=10.0)]
+    tick = Tick(1, 9.0)
+    assert judge(69.9, tick, both, warm(), options(quorum_live=True)) == (False, "waiting for reports", 70.0)
+    assert judge(70.0, tick, both, warm(), options(quorum_live=True)).close
+    assert not judge(70.0, Tick(1, 9.0), both, warm(), options()).close
+
+
+def test_where_everybody_hangs_a_tick_waits_for_an_event() -> None:
+    both = [Seen(fresh=False), Seen(fresh=False)]
+    verdict = judge(70.0, Tick(1, 9.0), both, warm(), options(quorum_live=True))
+    assert verdict == (False, "waiting for reports", None)
 
 
 # ---- the first steps ----

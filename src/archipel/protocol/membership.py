@@ -16,7 +16,7 @@ from typing import Any
 
 from . import messages as m
 from .ledger import Ledger
-from .quorum import MovingAverage
+from .quorum import MovingAverage, patience_s
 from .schedule import SyncOptions
 
 COUNT_MAX = 2**53  # steps, tokens and positions above this are refused: JSON would round them
@@ -60,6 +60,11 @@ class Member:
     def pace_s(self) -> float | None:
         """Moving average of its step time."""
         return self.step_s.value
+
+    @property
+    def patience_s(self) -> float:
+        """Quiet for longer, its trainer hangs."""
+        return patience_s(self.step_s.get(), self.transfer_s.get())
 
     def settled(self, fragment: int) -> bool:
         """Whether its last merged push of the fragment has been answered by an update that landed."""

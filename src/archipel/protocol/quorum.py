@@ -13,6 +13,8 @@ from .schedule import SyncOptions
 
 AVERAGE_SHARE = 0.1  # coefficient of the moving averages (ours)
 STILL_STEPPING = 3.0  # a learner without a step for three medians is not waited for (ours)
+HUNG_STEPS = 10.0  # a learner quiet for so many of its own steps or transfers is held to hang (ours) ...
+HUNG_S_MIN = 60.0  # ... but not earlier than this: a first step may take long
 
 
 @dataclass
@@ -50,6 +52,11 @@ class Reporter(Protocol):
     @property
     def pace_s(self) -> float | None:
         """Moving average of its step time."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """Quiet for longer, it is held to hang."""
         ...
 
 
@@ -110,6 +117,20 @@ def needed(options: SyncOptions, live: int) -> int:
     return max(1, min(options.quorum, live)) if options.quorum_live else options.quorum
 
 
+def patience_s(step_s: float, transfer_s: float) -> float:
+    """Return how long a learner with these averages may be quiet; transfers, for it may wait for an update.
+
+    >>> patience_s(step_s=12.0, transfer_s=3.0)
+    120.0
+    """
+    return max(HUNG_STEPS * max(step_s, transfer_s), HUNG_S_MIN)
+
+
+def hangs_at(report: Reporter) -> float:
+    """Return when a learner whose courier lives is held to hang unless a step of it is heard of."""
+    return report.quiet_since + report.patience_s
+
+
 def median_step_s(reports: Sequence[Reporter], now: float) -> float | None:
     """Return ξ_step, the lower median of live, stepping learners; of all live ones when none is stepping."""
     paces = [(report.pace_s, report.quiet_since) for report in reports]
@@ -133,14 +154,17 @@ def stops_stepping_at(report: Reporter, step_s: float | None, options: SyncOptio
 
 def judge(now: float, tick: Tick, reports: Sequence[Reporter], tempo: Tempo, options: SyncOptions) -> Verdict:
     """Say whether the tick may close now. Notes in `tick` and `tempo` when the K-th report came."""
-    need = needed(options, len(reports))
+    # With `quorum_live`, who hangs does not live: heartbeats come from the courier, steps from the trainer.
+    living = reports if not options.quorum_live else [r for r in reports if r.fresh or now < hangs_at(r)]
+    need = needed(options, len(living))
     if len(reports) < need:
         return Verdict(False, f"waiting for learners live={len(reports)} quorum={need}")
     fresh = sum(report.fresh for report in reports)
     if fresh and tick.first_fresh_at is None:
         tick.first_fresh_at = now
     if fresh < need:
-        return TOO_FEW_FRESH
+        awaited = [hangs_at(report) for report in living if not report.fresh]
+        return TOO_FEW_FRESH._replace(again_at=min(awaited, default=None) if options.quorum_live else None)
     if tick.reached_at is None:
         _reach(now, tick, reports, tempo, options)
     if not options.grace:

@@ -20,7 +20,18 @@ from msgspec import Struct
 from . import messages as m
 from .ledger import Ledger
 from .membership import COUNT_MAX, Member, Roster
-from .quorum import MovingAverage, Tempo, Tick, judge, median_step_s
+from .quorum import (
+    HUNG_S_MIN,
+    TOO_FEW_FRESH,
+    MovingAverage,
+    Tempo,
+    Tick,
+    Verdict,
+    hangs_at,
+    judge,
+    median_step_s,
+    needed,
+)
 from .rounds import Rounds
 from .schedule import SyncOptions, due
 
@@ -263,7 +274,7 @@ class SyncerMachine:
             verdict = judge(now, self.collecting, self.live, self.tempo, self.options)
             if not verdict.close:
                 self.again_at = verdict.again_at
-                actions += self._say(verdict.reason)
+                actions += self._say(now, self.collecting, verdict)
                 break
             actions += self._close(now, self.collecting)
         return actions + (self._parted(now) if self.phase == "parting" else [])
@@ -279,13 +290,33 @@ class SyncerMachine:
             return False
         return due(self.tick + 1, self.options) not in self.rounds.flying
 
-    def _say(self, reason: str) -> list[m.Action]:
-        """Tell those who watch, once, that too few learners are live."""
-        reason = reason if reason.startswith("waiting for learners") else ""
+    def _say(self, now: float, tick: Tick, verdict: Verdict) -> list[m.Action]:
+        """Tell those who watch, once, that too few learners are live, or that too few of them step."""
+        reason = verdict.reason if verdict.reason.startswith("waiting for learners") else ""
+        if verdict.reason == TOO_FEW_FRESH.reason:
+            reason = self._hung(now, tick)
         if reason == self.said:
             return []
         self.said = reason
         return [m.Notice(reason, "warning")] if reason else []
+
+    def _hung(self, now: float, tick: Tick) -> str:
+        """Return which learners hang, where the tick has waited for them for long and cannot close without.
+
+        It needs no alarm: their couriers' heartbeats, or the lack of them, have us look again.
+        """
+        if now < tick.opened_at + HUNG_S_MIN:
+            return ""
+        quiet = [member for member in self.live if not member.fresh and now >= hangs_at(member)]
+        hung = [member.name for member in quiet if now >= tick.opened_at + member.patience_s]
+        able = len(self.live) - len(hung)
+        if not hung or able >= needed(self.options, able):
+            return ""
+        without = "; sync.quorum_live = true would go on without them" if able else ""
+        return (
+            f"waiting for steps silent={','.join(hung)} quorum={self.options.quorum}: their couriers are "
+            f"heard, their trainers are not, for far longer than a step takes; restart them{without}"
+        )
 
     def _close(self, now: float, tick: Tick) -> list[m.Action]:
         assert tick.reached_at is not None
