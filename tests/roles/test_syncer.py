@@ -16,6 +16,7 @@ from archipel.protocol import messages as m
 from archipel.protocol.rounds import Pulling, Round
 from archipel.roles.result import completed, conclude
 from archipel.roles.syncer import Opening, data_digest, open_syncer, seeded
+from archipel.runtime import checkpoint
 from archipel.runtime.host import Envelope
 from archipel.train import corpus, models
 from archipel.train.compute import FragmentState
@@ -193,6 +194,30 @@ def test_checkpoint_holds_the_versions_that_the_machine_knows(opened) -> None:
     assert (state["versions"], state["owed"], state["published"]) == ([1, 0], [], [1, 0])
     assert role.outer.digest(role.saved.states) == role.outer.digest()
     assert momentum() is None  # what was kept for the machine's sake has gone
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_last_checkpoint_is_tried_again(
+    opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: int
+) -> None:
+    save, tries = checkpoint.save, []
+
+    def failing(directory: Path, step: int, *rest, **named) -> Path:
+        tries.append(json.loads(rest[1])["rounds_merged"])
+        if len(tries) <= failures:
+            raise CheckpointError("no room")
+        return save(directory, step, *rest, **named)
+
+    monkeypatch.setattr(checkpoint, "save", failing)
+    role = opened()
+    role.machine.begun = True  # its first save is past
+    role.machine.rounds_merged = 5
+    role.host.post(m.StopRequested("enough"))
+    role.run()
+    assert tries == [5, 5] and caplog.text.count("no room") == failures
+    assert "trying to write the last checkpoint again round=5" in caplog.text
+    assert (checkpoint.load_newest(tmp_path / "checkpoints") is not None) == (failures == 1)
+    assert role.saved is not None  # the result is made from it, on disk or not
 
 
 def test_merge_that_fails_leaves_the_checkpoint_as_it_is(opened) -> None:

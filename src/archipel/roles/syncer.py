@@ -76,6 +76,7 @@ class SyncerRole:
         self._saves: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         # By fragment: the state before a merge of which the machine has not heard yet.
         self._unheard: dict[int, FragmentState] = {}
+        self._failed = False  # whether the newest checkpoint could not be written
         self._encoded: dict[int, tuple[int, Any, int]] = {}  # fragment -> (version, bytes, checksum)
         self._threads = [
             threading.Thread(target=self._compute, name="archipel-tensors", daemon=True),
@@ -222,6 +223,8 @@ class SyncerRole:
         return None not in waiting
 
     def _write(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint. One that fails is a line in the log; `run` tries the last one again."""
+        self._failed = True
         began = time.monotonic()
         try:
             path = checkpoint.save(
@@ -237,8 +240,10 @@ class SyncerRole:
         except Exception:
             log.exception("checkpoint failed round=%d", snapshot.round)
         else:
+            self._failed = False
             log.info("checkpoint path=%s seconds=%.2f", path.name, time.monotonic() - began)
-        if self.saved is snapshot and self.host.finished is None:
+        # The machine is finished before it asks for the last one, which is kept for the result.
+        if self.saved is snapshot and self.machine.phase != "finished":
             self.saved = None  # what later merges replace is not held any longer
 
     # ---- life ----
@@ -254,6 +259,9 @@ class SyncerRole:
         self._saves.put(None)
         for thread in self._threads:
             thread.join()
+        if self._failed and self.saved is not None:
+            log.warning("trying to write the last checkpoint again round=%d", self.saved.round)
+            self._write(self.saved)
         self._unheard.clear()  # `saved` has what the run ends with
         self.server.stop(2.0)
         self.tape.close(finish.reason)
