@@ -38,6 +38,7 @@ class Rig:
         self.allowed: dict[str, bool] = {}
         self.stepping: dict[str, bool] = {}
         self.steps: dict[str, int] = {}
+        self.tokens = 0  # of all steps of all lives
         self.alarms: dict[str, int] = {}
         self.lives: dict[str, int] = {}
         self.finished: dict[str, m.Finish] = {}
@@ -179,6 +180,7 @@ class Rig:
             return
         self.stepping[name] = False
         self.steps[name] += 1
+        self.tokens += 10
         tick = self.machines[name].schedule_tick  # type: ignore[union-attr]
         self.handle(name, m.StepCompleted(self.steps[name], 10, cost_s, (), tick))
         self._begin(name)

@@ -103,3 +103,4 @@ def test_a_storm_passes(seed: int) -> None:
     assert finish is not None and finish.complete, remedy
     machine = rig.machines[g.RENDEZVOUS]
     assert isinstance(machine, RendezvousMachine) and machine.ledger.closes(), remedy
+    assert machine.ledger.table()["consumed"] <= rig.tokens, remedy

@@ -141,6 +141,28 @@ def test_a_member_the_rendezvous_lost_during_the_end_hears_that_it_is_over() -> 
     assert len(rig.finished) == 4
 
 
+def test_one_that_was_lost_just_before_the_end_hears_that_it_is_over() -> None:
+    rig = rig_of(3, rounds=4, lease_s=2.0)
+    while rig.machines["p-2"].round < 3:
+        rig.run_one()
+    cut(rig, "p-2", g.RENDEZVOUS)
+    while rendezvous(rig).concluded is None:
+        rig.run_one()
+    rig.at(rig.now + 8.0, rig._link, "p-2", g.RENDEZVOUS)
+    rig.run()
+    settle(rig, 500.0)
+    assert len(rig.finished) == 4
+
+
+def test_tokens_are_counted_once_when_a_line_and_then_the_rendezvous_break() -> None:
+    rig = rig_of(3, lease_s=2.0)
+    rig.at(20.0, cut, rig, "p-1", g.RENDEZVOUS)
+    rig.at(27.0, rig._link, "p-1", g.RENDEZVOUS)
+    rig.at(50.0, kill_rendezvous, rig, 3.0)
+    rig.run()
+    assert rendezvous(rig).positions == {name: 10 * rig.steps[name] for name in rig.costs}
+
+
 def test_a_hung_trainer_behind_a_live_line_does_not_hold_up_the_end() -> None:
     rig = rig_of(4, rounds=10, timeout_s_max=5.0, start_s_max=60.0)
     rig.run(until=20.0)

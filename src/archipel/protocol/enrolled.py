@@ -23,6 +23,7 @@ class RendezvousState(Struct):
     schema: str = ""
     concluded: g.Concluded | None = None
     attempts: int = 0
+    bases: dict[str, int] = {}
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Entry:
     connected: bool = True
     lost_at: float = 0.0
     left: bool = False
+    lost: bool = False  # given up, without a goodbye
     at_end: bool = False
     waiting: bool = False  # whole, but too late for the end that is under way
     tokens: int = 0

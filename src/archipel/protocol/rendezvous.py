@@ -45,6 +45,7 @@ class RendezvousMachine:
     whole_until: float = -math.inf  # for a peer with a state to come back, when none is connected
     taken: dict[str, int] = field(default_factory=dict)
     positions: dict[str, int] = field(default_factory=dict)
+    bases: dict[str, int] = field(default_factory=dict)  # of entries, where they are not 0
     ledger: Ledger = field(default_factory=lambda: Ledger(1, kind="gossip"))
     view: g.View | None = None
     consensus: Consensus = field(default_factory=Consensus)
@@ -68,6 +69,7 @@ class RendezvousMachine:
             self.schema,
             self.concluded,
             self.attempts,
+            {name: base for name, base in self.bases.items() if base},
         )
 
     def restore(self, state: RendezvousState) -> None:
@@ -78,7 +80,7 @@ class RendezvousMachine:
         """
         self.epoch, self.taken, self.positions = state.epoch, state.taken, state.positions
         self.ledger, self.schema, self.concluded = state.ledger, state.schema, state.concluded
-        self.attempts = state.attempts
+        self.attempts, self.bases = state.attempts, dict(state.bases)
 
     def handle(self, now: float, event: m.Event) -> list[m.Action]:
         """Return what to do about the event. Nothing happens any more once the machine has finished."""
@@ -229,14 +231,17 @@ class RendezvousMachine:
         entry = Entry(name, enrol.incarnation, enrol.address, known, settled_at=now)
         if account is not None and account.incarnation == enrol.incarnation:
             if account.open:  # we were away
-                entry.tokens = account.current
+                entry.base = self.bases.get(name, 0)
+                entry.tokens = entry.base + account.current
             else:  # it was, and was given up
                 same = before is not None and before.incarnation == enrol.incarnation
                 entry.tokens = entry.base = before.tokens if same and before is not None else enrol.tokens
                 self.ledger.begin(name, enrol.incarnation)
                 self.ledger.tail(name, 0)
+            self.bases[name] = entry.base
             entry.start = known - entry.tokens
             return entry
+        self.bases.pop(name, None)
         drawn = enrol.position if enrol.shard == shard else -1
         self.ledger.begin(name, enrol.incarnation)
         if drawn > known:
@@ -429,7 +434,7 @@ class RendezvousMachine:
         actions: list[m.Action] = []
         for entry in self.entries.values():
             if entry.live and not entry.connected and now >= entry.lost_at + self.options.lease_s:
-                entry.left = True
+                entry.left = entry.lost = True
                 self.ledger.lose(entry.name)
                 actions += [m.Notice(f"lost peer={entry.name}", "warning"), *self._without(now, entry)]
         for entry in self._stuck(now):
@@ -470,8 +475,10 @@ class RendezvousMachine:
         if self.over_at is None:
             return []
         present = [entry.name for entry in self.entries.values() if entry.live]
-        if present and now < self.over_at:
-            return []
+        recent_s = self.options.lease_s + max(self.options.start_s_max, LEAVE_S_MAX)
+        missed = any(one.lost and now < one.lost_at + recent_s for one in self.entries.values())
+        if (present or missed) and now < self.over_at:
+            return []  # one that was lost a moment ago may be back, and does not know that the run is over
         self.ledger.end(present)
         self.state = "finished"
         complete = self.concluded is not None
