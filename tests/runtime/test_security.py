@@ -132,6 +132,46 @@ def test_issuing_again_keeps_the_authority_and_changes_the_certificates(tmp_path
     )
 
 
+def hosts_of(path: Path) -> list[str]:
+    found = x509.load_pem_x509_certificate(path.read_bytes())
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names]
+
+
+def test_issuing_again_keeps_the_hosts_and_adds_new_ones(tmp_path: Path) -> None:
+    make_authority(tmp_path, ["syncer.example", "10.1.2.3"])
+    make_authority(tmp_path)
+    make_authority(tmp_path, ["b.example", "10.1.2.3"])
+    for name in ("syncer.pem", "peer.pem"):
+        assert sorted(hosts_of(tmp_path / name)) == [
+            "10.1.2.3", "127.0.0.1", "::1", "b.example", "localhost", "syncer.example"
+        ]  # fmt: skip
+
+
+def test_a_damaged_certificate_whose_hosts_are_lost_is_named(tmp_path: Path) -> None:
+    make_authority(tmp_path, ["syncer.example"])
+    (tmp_path / "syncer.pem").write_bytes(b"nonsense")
+    with pytest.raises(SecurityError, match="the hosts it named are lost: remove it and give each"):
+        make_authority(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "host", ["http://x:7000", "bad host!!", "", "x:7000", "-a", "a..b", "10.0.0", "ü.de"]
+)
+def test_a_host_that_is_no_name_or_address_is_refused(host: str, tmp_path: Path) -> None:
+    with pytest.raises(SecurityError, match="neither an IP address nor an ASCII host name"):
+        make_authority(tmp_path / "tls", [host])
+    assert not (tmp_path / "tls").exists()
+
+
+@pytest.mark.parametrize(
+    "host", ["a", "my_host", "a-1.example.org", "*.example.org", "[::1]", "10.0.0.7", "7up"]
+)
+def test_host_names_and_addresses_are_taken(host: str, tmp_path: Path) -> None:
+    make_authority(tmp_path, [host])
+    assert host.strip("[]") in hosts_of(tmp_path / "syncer.pem")
+
+
 @pytest.mark.parametrize("name", ["", "ca", "../x", "a/b"])
 def test_a_name_that_would_leave_the_directory_is_refused(name: str, authority: Path) -> None:
     with pytest.raises(SecurityError, match="cannot have a certificate"):

@@ -15,6 +15,7 @@ restart: issue new ones into the same directory. Private keys are written with m
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ CLOCK_SKEW = datetime.timedelta(
     days=1
 )  # a worker whose clock is behind must not find a certificate "not yet valid"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+HOST_NAME = re.compile(rf"(\*\.)?({_LABEL}\.)*(?!\d+$){_LABEL}")  # one that ends in a number was an address
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,12 @@ def make_authority(
 
     hosts: names and addresses syncer and peers are reached by, beside localhost. workers: names with
     certificates of their own, beside the shared ones. An authority that is there is kept and issues new
-    certificates: so they are rotated. Elliptic-curve keys (P-256). Valid for 10 years (authority), 825 days.
+    certificates, for the hosts of the old ones too: so they are rotated. Elliptic-curve keys (P-256). Valid
+    for 10 years (authority), 825 days.
     """
     folder = Path(directory)
+    names = [_general_name(host) for host in (*LOCAL_HOSTS, *hosts)]
     folder.mkdir(parents=True, exist_ok=True)
-    names = dict.fromkeys((*LOCAL_HOSTS, *hosts))
     written: list[Path] = []
     if not (folder / "ca.key").exists():
         if (folder / "ca.pem").exists():
@@ -122,8 +126,24 @@ def make_authority(
             raise SecurityError(f"{folder} has an authority's certificate but not its key: {remedy}")
         written += _make_root(folder)
     for name in dict.fromkeys(("syncer", "learner", "peer", *workers)):
-        written += _issue(folder, name, list(names) if name in ("syncer", "peer") else [])
+        held = [*names, *_names_in(folder / f"{name}.pem")] if name in ("syncer", "peer") else []
+        written += _issue(folder, name, list(dict.fromkeys(held)))
     return written
+
+
+def _names_in(path: Path) -> list[x509.GeneralName]:
+    """Return the hosts that the certificate at `path` names; none where there is none."""
+    if not path.exists():
+        return []
+    try:
+        found = x509.load_pem_x509_certificate(_bytes(path))
+        return list(found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except x509.ExtensionNotFound:
+        return []
+    except ValueError:
+        raise SecurityError(
+            f"{path} is damaged, and the hosts it named are lost: remove it and give each with --host"
+        ) from None
 
 
 def warn_if_open(listen: str, security: Security | None) -> str | None:
@@ -177,7 +197,7 @@ def _make_root(folder: Path) -> list[Path]:
     return _write_pair(folder, "ca", builder.sign(key, hashes.SHA256()), key)
 
 
-def _issue(folder: Path, name: str, hosts: list[str]) -> list[Path]:
+def _issue(folder: Path, name: str, hosts: list[x509.GeneralName]) -> list[Path]:
     """Write a certificate for `name`. With hosts it may serve; every one may connect."""
     authority = _certificate(folder / "ca.pem", _bytes(folder / "ca.pem"))
     authority_key = _private_key(folder / "ca.key", _bytes(folder / "ca.key"))
@@ -197,9 +217,7 @@ def _issue(folder: Path, name: str, hosts: list[str]) -> list[Path]:
         .add_extension(_authority_identifier(authority), critical=False)
     )
     if hosts:
-        builder = builder.add_extension(
-            x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False
-        )
+        builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
     return _write_pair(folder, name, builder.sign(authority_key, hashes.SHA256()), key)
 
 
@@ -242,10 +260,12 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         pass
-    try:
-        return x509.DNSName(host)
-    except ValueError:
-        raise SecurityError(f"{host!r} is neither an IP address nor an ASCII host name") from None
+    if len(host) > 253 or not HOST_NAME.fullmatch(host):
+        raise SecurityError(
+            f"{host!r} is neither an IP address nor an ASCII host name: give it as in syncer.example.org or "
+            "10.0.0.1, without scheme and port"
+        )
+    return x509.DNSName(host)
 
 
 def _write_pair(
