@@ -1,6 +1,7 @@
 """A fleet over small programs in the place of syncer and learners: what it does when they end."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from archipel import config as configuration
-from archipel.errors import CheckpointError
+from archipel.errors import CheckpointError, ConfigError, WorkerDied
 from archipel.roles.fleet import Fleet
 from archipel.runtime import checkpoint, launch
 from archipel.runtime.launch import Launcher, WorkerProgram
@@ -109,6 +110,40 @@ def test_a_run_that_lives_is_refused_and_left_as_it_is(tmp_path: Path, leased: s
     made.resume = True
     with checkpoint.lease(tmp_path / leased):
         refused(made, "already has a syncer")
+
+
+# ---- the start ----
+
+REFUSAL = "print('archipel: this is the remedy', file=sys.stderr); sys.exit(2)"
+
+
+def test_a_center_that_dies_at_the_start_is_noticed_at_once_and_says_why(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"did not start \(exit 2\): this is the remedy$"):
+        fleet(tmp_path, syncer=REFUSAL).run()
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_crash_at_the_start_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match=r"(?s)did not start \(exit 1\): its log ends:.*ZeroDivisionError"):
+        fleet(tmp_path, syncer="1 / 0").run()
+
+
+def test_a_run_whose_center_does_not_start_keeps_its_files(tmp_path: Path) -> None:
+    made = fleet(held(tmp_path), syncer=REFUSAL)
+    made.resume = True
+    with pytest.raises(WorkerDied):
+        made.run()
+    assert {name: (tmp_path / name).read_text() for name in ("config.toml", "syncer.json")} == {
+        name: HELD[name] for name in ("config.toml", "syncer.json")
+    }
+
+
+def test_weights_to_start_from_are_refused_for_gossip(tmp_path: Path) -> None:
+    made = Fleet(configuration.load(None, ["gossip.peers=2"]), tmp_path / "run", init="weights")
+    with pytest.raises(ConfigError, match="--init weights: a rendezvous has no weights"):
+        made.run()
+    assert not (tmp_path / "run").exists()
 
 
 # ---- members ----

@@ -20,15 +20,16 @@ from .. import config as configuration
 from ..dashboard.collect import Series
 from ..dashboard.peers import PeerSeries
 from ..dashboard.terminal import View
-from ..errors import CheckpointError, WorkerDied
+from ..errors import CheckpointError, ConfigError, WorkerDied
 from ..protocol.gossip import RENDEZVOUS
 from ..runtime import checkpoint
 from ..runtime.launch import Exit, Launcher, WorkerProgram, available_cores, signal_name, threads_per_worker
 from ..tape.tape import TapeTail, workers
 from .summary import Losses, summarise, summarise_gossip
 
-START_S_MAX = 60.0  # for the syncer to listen
 POLL_S = 0.1
+MEND = 2  # exit code of a program that says what a person must mend
+LINES_SHOWN = 15  # of a log
 STATES = {"syncer": "checkpoints", RENDEZVOUS: "rendezvous"}  # where in the run folder a center keeps its own
 # Where trainers share cores with syncer and couriers, a report or an update must not wait for a step to end.
 LEARNER_NICE, EVALUATOR_NICE = 5, 10
@@ -72,6 +73,11 @@ class Fleet:
     def run(self) -> dict[str, Any]:
         """Run to the end and return the summary, which is also left in `summary.json`."""
         began = time.monotonic()
+        if self.init and self.config.gossip is not None:
+            raise ConfigError(
+                f"--init {self.init}: a rendezvous has no weights, peers of a [gossip] run start from the "
+                "configuration's own; leave --init out, or train with a syncer"
+            )
         # The center holds its own lease while it lives; this one also while it starts, or is down.
         with checkpoint.lease(self.out / "logs"), Launcher(self.out, self.config.launch) as launcher:
             launcher.install_signal_handlers()
@@ -140,17 +146,24 @@ class Fleet:
         command += ["--resume"] if resume else []
         command += ["--init", str(Path(self.init).resolve())] if self.init else []
         launcher.start(self._program(self.center, command, restart=False))
-        deadline = time.monotonic() + START_S_MAX
         while not address_file.exists():
-            if self.center not in launcher.running and (ended := _exit_of(self.center, launcher.poll())):
-                raise WorkerDied(f"the {self.center} did not start ({_how(ended)}):\n{ended.log_tail}")
+            if ended := _exit_of(self.center, launcher.poll()):
+                raise WorkerDied(self._why_not_started(ended))
             if launcher.stop_requests:
                 raise KeyboardInterrupt
-            if time.monotonic() > deadline:
-                log = launcher.log_path(self.center)
-                raise WorkerDied(f"the {self.center} did not listen within {START_S_MAX:.0f} s: see {log}")
             time.sleep(POLL_S)
         self.address = address_file.read_text()
+
+    def _why_not_started(self, ended: Exit) -> str:
+        """Return what the center said last: its one line of what a person can mend, or the end of its log."""
+        lines = ended.log_tail.strip().splitlines()
+        mended = [line.removeprefix("archipel: ") for line in lines if line.startswith("archipel: ")]
+        said = (
+            mended[-1]
+            if ended.code == MEND and mended
+            else "\n".join(["its log ends:", *lines[-LINES_SHOWN:]])
+        )
+        return f"the {self.center} did not start ({_how(ended)}): {said}"
 
     def _start_members(self, launcher: Launcher, address: str) -> None:
         threads = threads_per_worker(available_cores(), len(self.members))
@@ -249,9 +262,8 @@ def _newest(out: Path) -> tuple[Path, checkpoint.Manifest | None]:
     found: list[tuple[Path, checkpoint.Manifest]] = []
     for folder in STATES.values():
         for path in (out / folder).glob(f"step-*/{checkpoint.MANIFEST}"):
-            with suppress(
-                OSError, msgspec.DecodeError, UnicodeDecodeError
-            ):  # damaged: the center will say so
+            # One that is damaged is passed over: the center will say so.
+            with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
                 found.append((path.parent, msgspec.json.decode(path.read_bytes(), type=checkpoint.Manifest)))
     return max(found, key=lambda each: each[1].step, default=(out, None))
 
