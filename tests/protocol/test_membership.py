@@ -139,6 +139,34 @@ def test_a_position_in_another_shard_says_nothing() -> None:
     assert welcome_of(ours.join(0.0, 6, "L-0", join(shard=1, position=900))).position == 0
 
 
+@pytest.mark.parametrize("incarnation", ["a", "b"])
+def test_a_journal_of_an_older_run_says_nothing(incarnation: str) -> None:
+    # Nor at the second call: it may have come back before it was told where to start.
+    ours, old = roster(), {"schema": (), "shard": 0, "position": 900}
+    assert welcome_of(ours.join(0.0, 0, "L-0", join(**old))).position == 0
+    assert welcome_of(ours.join(1.0, 0, "L-0", join(incarnation=incarnation, **old))).position == 0
+    assert ours.ledger.table()["lost"] == 0 and ours.ledger.closes()
+
+
+def test_what_was_drawn_and_never_reported_counts_once_it_has_joined() -> None:
+    ours = roster()
+    ours.join(0.0, 6, "L-0", join(shard=0, position=0))
+    welcome = welcome_of(ours.join(1.0, 6, "L-0", join(incarnation="b", schema=(), shard=0, position=40)))
+    assert welcome.position == 40
+    assert ours.ledger.fates("L-0")["lost"] == 2 * 40
+
+
+def test_a_resumed_syncer_believes_a_position_it_does_not_know() -> None:
+    ours = roster()
+    ours.epoch = 2
+    assert welcome_of(ours.join(0.0, 6, "L-0", join(shard=0, position=900))).position == 900
+
+
+def test_a_learner_in_mid_run_keeps_its_position() -> None:
+    ours = roster()
+    assert welcome_of(ours.join(0.0, 6, "L-0", join(shard=0, tokens=100, position=900))).position == 900
+
+
 # ---- what follows ----
 
 

@@ -12,8 +12,8 @@ import torch
 from archipel import config as configuration
 from archipel.errors import ConfigError, DataError
 from archipel.roles.learner import Learner
-from archipel.roles.worker import Metrics, StopFlag, agreed, device_of, load_data
-from archipel.train import corpus
+from archipel.roles.worker import Metrics, StopFlag, agreed, correct, device_of, load_data
+from archipel.train import corpus, data
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,17 @@ def test_metrics_are_whole_lines_at_most_one_a_second(tmp_path: Path) -> None:
 def test_learner_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
     names = {Learner(None, None, syncer="h:1", out=tmp_path).name for _ in range(3)}  # type: ignore[arg-type]
     assert len(names) == 3
+
+
+def test_a_journal_is_corrected_before_any_data_is_read(tmp_path: Path) -> None:
+    data.Journal(tmp_path / "j", 3, 900)  # of an older run
+    correct(tmp_path / "j", 0, 40)
+    assert data.read_journal(tmp_path / "j") == (0, 40, 0)
+
+
+def test_a_worker_that_keeps_no_journal_is_not_given_one(tmp_path: Path) -> None:
+    correct(tmp_path / "j", 0, 40)
+    assert not (tmp_path / "j").exists()
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

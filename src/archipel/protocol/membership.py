@@ -152,7 +152,8 @@ class Roster:
         """Give the learner its account and return the data position at which this incarnation began."""
         known = self.positions.get(name, 0)
         # A position in another shard says nothing about this one, nor does one from before another had it.
-        drawn = join.position if join.shard == shard and not former else -1
+        heard = join.shard == shard and not former and self._of_this_run(name, join)
+        drawn = join.position if heard else -1
         account = self.ledger.accounts.get(name)
         if account is not None and account.incarnation == join.incarnation and account.open:
             known += max(join.tokens - account.current, 0)
@@ -169,6 +170,12 @@ class Roster:
         self.ledger.reported(name, join.tokens)
         self.positions[name] = max(known, drawn, join.tokens)
         return self.positions[name] - join.tokens
+
+    def _of_this_run(self, name: str, join: m.Join) -> bool:
+        """Whether the position a learner names can have come about in this run, not in an older one there."""
+        known = self.members.get(name)
+        drew = self.positions.get(name, 0) > 0 or (known is not None and known.joined)
+        return drew or join.tokens > 0 or self.epoch > 1  # a resumed syncer may have forgotten that it did
 
     def _welcome(self, tick: int, member: Member, join: m.Join) -> list[m.Action]:
         follow = self._stale(join) if member.joined else []

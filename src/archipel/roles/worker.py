@@ -97,6 +97,8 @@ class Worker:
         self._trainer = Trainer(self.arguments + position, self.half, stopped=self.stopped)
         try:
             self.settings = self._trainer.settings()
+            if self._trainer.build is not None:
+                correct(self.journal, self.shard, self.position)
         except BaseException:
             self._trainer.close("not admitted")
             raise
@@ -169,6 +171,16 @@ class Worker:
 def name_of(name: str) -> str:
     """Return a worker's name: what it was given, or one that nobody else has."""
     return name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+
+
+def correct(journal: Path, shard: int, position: int) -> None:
+    """Note in a journal that is there already where the run says that this worker's data starts.
+
+    Until the data stream opens it, it may be of an older run; a worker that died meanwhile would name that
+    position at its next start, and what lies between would count as lost.
+    """
+    if shard >= 0 and journal.exists():
+        data.Journal(journal, shard, position)
 
 
 # ---- the process with a built-in model ----
