@@ -118,6 +118,15 @@ def test_missing_and_malformed_files_are_named(tmp_path) -> None:
         config.load(tmp_path / "bad.toml")
 
 
+def test_a_lone_section_takes_no_other(tmp_path) -> None:
+    assert config.section(None, "run", config.RunOptions, ["run.name=a"]).name == "a"
+    with pytest.raises(ConfigError, match=r"\[sync\] has no meaning here: only \[run\] is read"):
+        config.section(None, "run", config.RunOptions, ["sync.steps=3"])
+    (tmp_path / "other.toml").write_text("[data]\nbatch = 3\n")
+    with pytest.raises(ConfigError, match=r"\[data\] has no meaning here"):
+        config.section(tmp_path / "other.toml", "run", config.RunOptions, [])
+
+
 def test_dumped_configuration_loads_as_it_was(tmp_path) -> None:
     written = loaded(
         "run.name='a \"quoted\" ü name'", "sync.exclude=['x*']", "sync.max_lead_steps=3",

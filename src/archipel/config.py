@@ -104,10 +104,15 @@ def from_settings(settings: dict[str, Any]) -> Config:
 
 
 def section(path: str | Path | None, name: str, kind: type[T], overrides: list[str]) -> T:
-    """Return the options of one section of a TOML file (None: the defaults), with overrides applied."""
+    """Return the options of a TOML file's only section (None: the defaults), with overrides applied."""
     tree = _read(path) if path is not None else {}
     for text in overrides:
         override(tree, text)
+    if other := sorted(tree.keys() - {name}):
+        raise ConfigError(
+            f"[{other[0]}] has no meaning here: only [{name}] is read, from a file of its own or --set "
+            f"{name}.KEY=VALUE"
+        )
     try:
         return msgspec.convert(tree.get(name, {}), kind)
     except msgspec.ValidationError as error:
