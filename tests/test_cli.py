@@ -50,6 +50,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["learner", "{empty}", "--syncer", "a:1", "--name", "syncer"], "worker name 'syncer'"),
         (["train", "{empty}", "--set", "sync.fragments=30"], "use at most 24"),
         (["data", "prepare", "{folder}/none.txt", "{folder}/out.bin"], "none.txt"),
+        (["plan", "--set", "other.x=3"], "[other] has no meaning here: only [plan] is read"),
         (["syncer", "{empty}", "--init", "{empty}", "--out", "{folder}/o"], "give a file written by"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
@@ -95,6 +96,16 @@ def test_an_argument_that_is_no_such_value_is_refused(
 ) -> None:
     assert run(*arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_list_beside_a_rendezvous_is_said_not_to_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = '[gossip]\npeers = 2\n[members]\na = "h:1"\nb = "i:1"\n'
+    (tmp_path / "run.toml").write_text(text)
+    there = ["--rendezvous", "nonsense", "--name", "a", "--out", str(tmp_path / "out")]
+    assert run("peer", str(tmp_path / "run.toml"), *there) == 2
+    assert "[members] is not used: with --rendezvous=nonsense that one names them" in caplog.text
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "simulate"])

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .shared import add_config, command, device, load, natural
+from .shared import add_config, command, device, load, log, natural
 
 
 def _add_worker(parser: argparse.ArgumentParser, home: str = "--syncer", *, required: bool = True) -> None:
@@ -124,6 +124,8 @@ def _peer(options: argparse.Namespace) -> int:
     loaded = load(options)
     options.name = name_of(options.name)
     listed = None if options.rendezvous else loaded
+    if options.rendezvous and loaded.members:
+        log.warning("[members] is not used: with --rendezvous=%s that one names them", options.rendezvous)
     half = exchanges_of(options.name, options.out, loaded.run.name)
     known = {"home": options.rendezvous, "listed": listed, **_known(options, loaded)}
     worker = peer_worker(
