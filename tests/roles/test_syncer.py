@@ -18,6 +18,8 @@ from archipel.roles.result import completed, conclude
 from archipel.roles.syncer import Opening, data_digest, open_syncer, seeded
 from archipel.runtime import checkpoint
 from archipel.runtime.host import Envelope
+from archipel.tape.follow import starts
+from archipel.tape.replay import verify
 from archipel.train import corpus, models
 from archipel.train.compute import FragmentState
 from archipel.train.options import ModelOptions
@@ -154,6 +156,42 @@ def test_checkpoint_is_resumed_only_when_asked_to(opened, tmp_path: Path) -> Non
         opened("sync.fragments=4", resume=True)
     with pytest.raises(CheckpointError, match="belongs to run 'run', not to 'other'"):
         opened("run.name=other", resume=True)
+
+
+def test_no_epoch_is_taken_twice_though_no_checkpoint_names_it(opened, tmp_path: Path) -> None:
+    first = opened()
+    first._save(0)
+    first._write(first.saved)
+    lives = [opened(resume=True) for _ in range(3)]  # each dies before its first checkpoint
+    assert [life.machine.epoch for life in lives] == [2, 3, 4]
+    lives[-1]._save(0)
+    lives[-1]._write(lives[-1].saved)
+    (tmp_path / "syncer.epoch").unlink()  # of a release that had none
+    last = opened(resume=True)
+    assert last.machine.epoch == 5 and last.outer.digest() == first.outer.digest()
+
+
+def test_no_epoch_is_taken_twice_though_there_is_no_checkpoint(opened) -> None:
+    first, second = opened(), opened()
+    assert (first.machine.epoch, second.machine.epoch) == (1, 2)
+    assert first.outer.digest() == second.outer.digest() and second.machine.versions == [0, 0]
+
+
+def test_epoch_that_cannot_be_read_is_an_error(opened, tmp_path: Path) -> None:
+    (tmp_path / "syncer.epoch").write_text("")
+    with pytest.raises(CheckpointError, match=r"syncer\.epoch does not hold the number of an epoch"):
+        opened()
+
+
+def test_a_run_with_epochs_that_left_no_checkpoint_verifies(opened, tmp_path: Path) -> None:
+    for resume in (False, True, True):
+        role = opened(resume=resume)
+        role.host.handle(m.Woke())
+        role.tape.close()
+    assert role.machine.epoch == 3
+    verified = verify(tmp_path)
+    assert verified.equal and verified.records == 3
+    assert [start.epoch for start in starts(tmp_path)] == [0, 1, 2]
 
 
 def test_a_checkpoint_that_was_written_holds_no_weights(opened, tmp_path: Path) -> None:

@@ -268,8 +268,26 @@ class SyncerRole:
         return finish
 
 
-def restore(machine: SyncerMachine, outer: OuterState, found: checkpoint.Checkpoint) -> SyncerState:
-    """Put a machine and its tensors where a checkpoint was taken."""
+def renew(machine: SyncerMachine, epoch: int) -> SyncerState | None:
+    """Put a fresh machine after an epoch that another took, if one did; return what it was made from.
+
+    That one left no checkpoint, but learners may hold its versions.
+    """
+    if not epoch:
+        return None
+    state = machine.state()
+    state.epoch = epoch
+    machine.restore(state)
+    return state
+
+
+def restore(
+    machine: SyncerMachine, outer: OuterState, found: checkpoint.Checkpoint, epoch: int
+) -> SyncerState:
+    """Put a machine and its tensors where a checkpoint was taken; return what the machine was made from.
+
+    epoch: the newest that was taken, by a syncer that died before its first checkpoint, say.
+    """
     try:
         state = msgspec.json.decode(found.state, type=SyncerState)
     except msgspec.DecodeError as error:
@@ -280,7 +298,8 @@ def restore(machine: SyncerMachine, outer: OuterState, found: checkpoint.Checkpo
             "resume with the options of the run that wrote it"
         )
     outer.restore(found.tensors("weights"), found.tensors("momentum"), state.versions)
-    machine.restore(msgspec.json.decode(found.state, type=SyncerState))
+    state.epoch = max(state.epoch, epoch)
+    machine.restore(state)
     return state
 
 
@@ -386,18 +405,21 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
         settings=configuration.settings_of(config, data_digest=data_digest(config, opening.init)),
         shards=config.data.shards,
     )
-    state = None
+    epoch = checkpoint.last_epoch(opening.out)
     if found is None:
         outer.begin(weights)
+        state = renew(machine, epoch)
     else:
         weights.clear()
-        state = restore(machine, outer, found)
+        state = restore(machine, outer, found, epoch)
         log.info("resumed path=%s tick=%d digest=%s", found.path.name, machine.tick, outer.digest())
     init = str(Path(opening.init).resolve()) if opening.init else ""
     environment = {**_sizes(outer), "init": init, "weights": outer.digest()}
     tape = _tape(config, opening.out, {**machine.settings, **seed_of(machine, state)}, environment)
     role = SyncerRole(machine, outer, tape, directory, buffers)
     role.keep = config.checkpoint.keep
+    # Before anybody is answered: the first checkpoint comes later, and may fail.
+    checkpoint.take_epoch(opening.out, machine.epoch)
     role.server = _listen(role, config, opening)
     return role
 

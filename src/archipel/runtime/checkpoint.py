@@ -37,6 +37,7 @@ from archipel.errors import CheckpointError
 FORMAT = 1
 MANIFEST = "manifest.json"
 LOCK = "syncer.lock"
+EPOCH = "syncer.epoch"
 STATE_FILES = {"json": "state.json", "bytes": "state.bin"}
 FOREIGN_STALE_S = 86400.0  # a writer on another host cannot be asked; after a day it is taken for dead
 
@@ -172,10 +173,8 @@ def _write(
 
 
 def _for_lack_of_space(error: OSError | SafetensorError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _FULL
     found = _OS_ERROR.search(str(error))  # safetensors tells it in words only
-    return found is not None and int(found[1]) in _FULL
+    return (int(found[1]) if found else getattr(error, "errno", None)) in _FULL
 
 
 def _make_room(target: Path, error: Exception) -> bool:
@@ -289,6 +288,30 @@ def lease(directory: Path) -> Lease:
         os.close(descriptor)
         raise CheckpointError(f"{path} cannot be locked: {error}; use a file system with flock") from error
     return Lease(path, descriptor)
+
+
+def last_epoch(directory: Path) -> int:
+    """Return the newest epoch a syncer of this run directory took; 0: none. CheckpointError if untold."""
+    path = Path(directory) / EPOCH
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} does not hold the number of an epoch: {error}; write the highest this run had into it"
+        ) from error
+
+
+def take_epoch(directory: Path, epoch: int) -> None:
+    """Note on disk that a syncer takes this epoch. Raises CheckpointError when it cannot be written."""
+    path = Path(directory) / EPOCH
+    try:
+        _write_bytes(path.with_suffix(".tmp"), f"{epoch}\n".encode())
+        os.rename(path.with_suffix(".tmp"), path)
+        _sync(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"epoch {epoch} cannot be noted in {path}: {error}; make room") from error
 
 
 def _file_name(key: str) -> str:
