@@ -158,6 +158,18 @@ def test_checkpoint_is_resumed_only_when_asked_to(opened, tmp_path: Path) -> Non
         opened("run.name=other", resume=True)
 
 
+def test_resuming_where_there_is_nothing_is_warned_of(opened, tmp_path: Path, caplog) -> None:
+    role = opened()
+    assert "nothing to resume" not in caplog.text
+    opened(resume=True)
+    assert f"nothing to resume, starting afresh: {tmp_path / 'checkpoints'} holds" in caplog.text
+    caplog.clear()
+    role._save(0)
+    role._write(role.saved)
+    opened(resume=True)
+    assert "nothing to resume" not in caplog.text
+
+
 def test_no_epoch_is_taken_twice_though_no_checkpoint_names_it(opened, tmp_path: Path) -> None:
     first = opened()
     first._save(0)

@@ -391,6 +391,11 @@ def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
             f"{directory} holds a checkpoint of round {found.step}: "
             "--resume goes on from it, another --out starts afresh"
         )
+    if found is None and opening.resume:
+        log.warning(
+            "nothing to resume, starting afresh: %s holds no checkpoint; is --out the folder of the run?",
+            directory.resolve(),
+        )
     config = seeded(config)
     schema, weights, model = initial_weights(config, opening.init)
     config = msgspec.structs.replace(config, model=model)
