@@ -4,12 +4,15 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from archipel.errors import PayloadError
+from archipel.errors import PayloadError, TransportError
 from archipel.protocol.gossip import Address
+from archipel.runtime import mesh as mesh_module
+from archipel.runtime import wire
 from archipel.runtime.mesh import Mesh
 from archipel.runtime.transport import Client
 
@@ -129,6 +132,45 @@ def test_who_is_no_member_any_more_is_hung_up_on(town: Town) -> None:
     town.ears["a"].wait("disconnected", "b")
     town.ears["a"].wait("connected", "z")
     assert ("disconnected", "z") not in town.ears["a"].words
+
+
+def test_who_is_hung_up_on_is_gone_at_once_and_its_line_says_nothing_more(town: Town) -> None:
+    mesh = town.open("a")
+    town.open("b")
+    town.introduce("a", "b")
+    town.ears["a"].wait("connected", "b")
+    old = mesh._dialled["b"]
+    mesh.know([])
+    assert town.ears["a"].words[-1] == ("disconnected", "b")
+    for late in (old.connected, partial(old.disconnected, "late"), partial(old.received, b"late", None, 0.0)):
+        late()
+    with pytest.raises(PayloadError, match="hung up"):
+        old.allocate(b"late", 10)
+    mesh.know([Address("b", town.addresses["b"])])
+    town.ears["a"].wait("connected", "b", times=2)
+    assert [words[0] for words in town.ears["a"].words] == ["connected", "disconnected", "connected"]
+
+
+def test_an_address_that_does_not_resolve_yet_is_dialled_when_it_does(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, tried = threading.Event(), threading.Event()
+    resolve = wire.resolve
+
+    def slow(host: str, patience_s: float) -> None:
+        if not known.is_set():
+            tried.set()
+            raise TransportError(f"{host} does not resolve")
+        resolve(host, patience_s)
+
+    monkeypatch.setattr(wire, "resolve", slow)
+    monkeypatch.setattr(mesh_module, "RETRY_S_MIN", 0.02)
+    town.open("a")
+    town.open("b")
+    town.introduce("a", "b")
+    assert tried.wait(DEADLINE_S)
+    known.set()
+    town.ears["a"].wait("connected", "b")
 
 
 def clients() -> list[Client]:

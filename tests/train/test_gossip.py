@@ -190,6 +190,21 @@ def test_a_payload_that_is_no_model_is_refused_and_the_round_goes_on_without_it(
     assert state.digest() == twin.digest()
 
 
+def test_a_peer_whose_weights_are_not_finite_sends_nothing_and_says_so():
+    state = peer()
+    with torch.no_grad():
+        next(state.model.parameters())[0, 0] = math.nan
+    with pytest.raises(ModelError, match="NaN or Inf after round 3.*takes over a sound peer"):
+        state.act(g.Offer(3))
+
+
+def test_an_offer_that_cannot_be_used_is_named_in_the_log(caplog):
+    state = peer()
+    state.act(g.Offer(0))
+    state.act(g.Take(0, "p-9"), np.full(state.numel, np.nan, np.float32).view(np.uint8))
+    assert "worker=p-9" in caplog.text and "NaN or Inf" in caplog.text
+
+
 def test_dropped_rounds_are_forgotten():
     peers = {"a": peer(0), "b": peer(1)}
     _, payloads = exchange(peers, 0, late=[("a", "b")])
