@@ -12,7 +12,7 @@ import torch
 from archipel import config as configuration
 from archipel.errors import ConfigError, DataError
 from archipel.roles.learner import Learner
-from archipel.roles.worker import Metrics, StopFlag, agreed, correct, device_of, load_data
+from archipel.roles.worker import Metrics, StopFlag, agreed, correct, device_of, load_data, noted
 from archipel.train import corpus, data
 
 
@@ -100,6 +100,23 @@ def test_metrics_are_whole_lines_at_most_one_a_second(tmp_path: Path) -> None:
 def test_learner_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
     names = {Learner(None, None, syncer="h:1", out=tmp_path).name for _ in range(3)}  # type: ignore[arg-type]
     assert len(names) == 3
+
+
+def test_a_journal_tells_where_the_data_stopped(tmp_path: Path) -> None:
+    assert noted(tmp_path / "j") == []
+    data.Journal(tmp_path / "j", 3, 900)
+    assert noted(tmp_path / "j") == ["--shard", "3", "--position", "900"]
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 24], ids=["empty", "short", "negative"])
+def test_an_unusable_journal_is_named_and_bars_nobody(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "j").write_bytes(content)
+    assert noted(tmp_path / "j") == []
+    assert str(tmp_path / "j") in caplog.text
+    correct(tmp_path / "j", 0, 40)
+    assert noted(tmp_path / "j") == ["--shard", "0", "--position", "40"]
 
 
 def test_a_journal_is_corrected_before_any_data_is_read(tmp_path: Path) -> None:

@@ -192,6 +192,26 @@ def test_something_else_is_no_journal(tmp_path):
         data.read_journal(tmp_path / "absent")
 
 
+@pytest.mark.parametrize("numbers", [(-1, 0, 0), (0, -5, 0), (0, 4, 8), (0, 2**53, 0)])
+def test_numbers_that_no_stream_notes_are_no_journal(tmp_path, numbers):
+    (tmp_path / "j").write_bytes(data.JOURNAL.pack(*numbers))
+    with pytest.raises(DataError, match="damaged; remove it"):
+        data.read_journal(tmp_path / "j")
+
+
+def test_a_journal_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    on_disk = []
+    sync = os.fsync
+
+    def watched(descriptor):
+        sync(descriptor)
+        on_disk.append((os.fstat(descriptor).st_size, (tmp_path / "j").exists()))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    data.Journal(tmp_path / "j", 0, 8)
+    assert on_disk == [(data.JOURNAL.size, False)]
+
+
 def test_validation_text_is_never_trained_on(tmp_path):
     numbers = np.arange(1000, dtype=np.uint16)
     encoder = corpus.Encoder("n", "n", 1000, lambda texts: iter([numbers]))

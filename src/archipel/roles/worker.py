@@ -89,10 +89,7 @@ class Worker:
 
         {} if the worker is `done` already: it was stopped, or the run is over.
         """
-        position: list[str] = []
-        if self.journal.exists():
-            entry = read_journal(self.journal)
-            position = ["--shard", str(entry.shard), "--position", str(entry.position)]
+        position = noted(self.journal)
         self.out.mkdir(parents=True, exist_ok=True)
         self._trainer = Trainer(self.arguments + position, self.half, stopped=self.stopped)
         try:
@@ -171,6 +168,18 @@ class Worker:
 def name_of(name: str) -> str:
     """Return a worker's name: what it was given, or one that nobody else has."""
     return name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+
+
+def noted(journal: Path) -> list[str]:
+    """Return the courier's arguments for the data position in a journal; none where nothing is known."""
+    if not journal.exists():
+        return []
+    try:
+        entry = read_journal(journal)
+    except DataError as error:
+        log.warning("journal unusable path=%s reason=%r: the run says where to start", journal, str(error))
+        return []
+    return ["--shard", str(entry.shard), "--position", str(entry.position)]
 
 
 def correct(journal: Path, shard: int, position: int) -> None:

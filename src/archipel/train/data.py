@@ -37,6 +37,7 @@ from archipel.train.options import DataOptions, check
 
 ROUNDS = 6  # of the Feistel network, an even number; four are enough for strong round functions
 JOURNAL = struct.Struct("<qqq")
+POSITION_MAX = 2**53  # no journal of ours holds more; a syncer takes no more
 
 
 def mixed(value: np.ndarray) -> np.ndarray:
@@ -116,6 +117,7 @@ class JournalEntry(NamedTuple):
 class Journal:
     """Three 8-byte numbers in a memory-mapped file: they survive a death of the process, not of the machine.
 
+    After a machine's death the file is there whole, with some position between the first and the last.
     Position is written before consumed. A process killed between the two never returned that batch; its
     tokens are skipped by whoever goes on from the position, and counted by nobody.
     """
@@ -125,8 +127,10 @@ class Journal:
         temporary = path.with_name(f".{path.name}-{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(JOURNAL.pack(shard, position, 0))
-            with temporary.open("r+b") as file:
+            with temporary.open("w+b") as file:
+                file.write(JOURNAL.pack(shard, position, 0))
+                file.flush()
+                os.fsync(file.fileno())  # a name that outlives a power failure must not be of an empty file
                 self._map = mmap.mmap(file.fileno(), JOURNAL.size)
             temporary.replace(path)
         except OSError as error:
@@ -149,7 +153,10 @@ def read_journal(path: Path | str) -> JournalEntry:
         raise DataError(
             f"{path} holds {len(raw)} bytes, a data journal holds {JOURNAL.size}: it is something else"
         )
-    return JournalEntry(*JOURNAL.unpack(raw))
+    entry = JournalEntry(*JOURNAL.unpack(raw))
+    if entry.shard < 0 or not 0 <= entry.consumed <= entry.position < POSITION_MAX:
+        raise DataError(f"{path} holds {tuple(entry)}, which no data stream notes: it is damaged; remove it")
+    return entry
 
 
 class Cursor:
