@@ -194,7 +194,7 @@ def test_a_peer_whose_weights_are_not_finite_sends_nothing_and_says_so():
     state = peer()
     with torch.no_grad():
         next(state.model.parameters())[0, 0] = math.nan
-    with pytest.raises(ModelError, match="NaN or Inf after round 3.*takes over a sound peer"):
+    with pytest.raises(ModelError, match=r"NaN or Inf after round 3.*takes over a sound peer"):
         state.act(g.Offer(3))
 
 
