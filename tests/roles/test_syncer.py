@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from archipel import config as configuration
-from archipel.errors import CheckpointError, PayloadError, TransportError
+from archipel.errors import CheckpointError, ConfigError, PayloadError, TransportError
 from archipel.protocol import messages as m
 from archipel.protocol.rounds import Pulling, Round
 from archipel.roles.result import completed, conclude
@@ -156,6 +156,12 @@ def test_checkpoint_is_resumed_only_when_asked_to(opened, tmp_path: Path) -> Non
         opened("sync.fragments=4", resume=True)
     with pytest.raises(CheckpointError, match="belongs to run 'run', not to 'other'"):
         opened("run.name=other", resume=True)
+
+
+def test_gossip_run_is_refused_and_the_rendezvous_named(opened, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="archipel rendezvous"):
+        opened("gossip.peers=2")
+    assert not list(tmp_path.iterdir())
 
 
 def test_resuming_where_there_is_nothing_is_warned_of(opened, tmp_path: Path, caplog) -> None:

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .. import config as configuration
-from ..errors import CheckpointError, DataError, ModelError, PayloadError
+from ..errors import CheckpointError, ConfigError, DataError, ModelError, PayloadError
 from ..protocol import messages as m
 from ..protocol.syncer import SyncerMachine, SyncerState
 from ..runtime import checkpoint, security, wire
@@ -382,6 +382,8 @@ def seeded(config: configuration.Config) -> configuration.Config:
 
 def open_syncer(config: configuration.Config, opening: Opening) -> SyncerRole:
     """Return a syncer that listens: fresh, or resumed from the newest valid checkpoint of its run folder."""
+    if config.gossip is not None:
+        raise ConfigError("a run with [gossip] has no syncer: start `archipel rendezvous`, or drop [gossip]")
     directory = opening.out / "checkpoints"
     found = checkpoint.load_newest(directory, run=config.run.name)
     for skipped in found.skipped if found else ():
