@@ -269,4 +269,4 @@ def test_missing_extra_is_named(tmp_path):
         "    except corpus.DataError as error: print(error)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.count("pip install 'archipel[data]'") == 2
+    assert ran.stdout.count("pip install -e '.[data]'") == 2

@@ -40,6 +40,7 @@ FOREIGN_SHARE = 0.1  # a Latin-1 text has less, a picture or an archive about ha
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
+_INSTALL = "pip install -e '.[data]' in a checkout of archipel"
 
 
 class TokenHeader(Struct, frozen=True, forbid_unknown_fields=True):
@@ -309,7 +310,7 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError("this tokenizer needs the extra `data`: pip install 'archipel[data]'") from error
+        raise DataError(f"this tokenizer needs the extra `data`: {_INSTALL}") from error
     return tokenizers
 
 
@@ -400,7 +401,7 @@ def _streamed(field: str, shown: str, **call: Any) -> Iterator[bytes]:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"{shown} needs the extra `data`: pip install 'archipel[data]'") from error
+        raise DataError(f"{shown} needs the extra `data`: {_INSTALL}") from error
     try:
         for row in datasets.load_dataset(**call, streaming=True):
             yield _text_of(row, field, shown)
