@@ -63,6 +63,7 @@ def followed(made: SmallFleet) -> bool:
     made.out.mkdir(parents=True, exist_ok=True)
     with Launcher(made.out, made.config.launch) as launcher:
         made._start_center(launcher, resume=False)
+        made._await_center(launcher)
         made._start_members(launcher, made.address)
         return made._watch(launcher)
 
@@ -144,6 +145,48 @@ def test_weights_to_start_from_are_refused_for_gossip(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--init weights: a rendezvous has no weights"):
         made.run()
     assert not (tmp_path / "run").exists()
+
+
+# ---- a center that ends on the way ----
+
+
+def starts(out: Path) -> int:
+    """Return how often the syncer was started."""
+    return len(list(out.glob("syncer.[0-9]")))
+
+
+def test_a_center_that_crashes_is_started_again_where_it_was(tmp_path: Path) -> None:
+    syncer = """
+assert start == 1 or ("--resume" in arguments and options["--listen"] == "127.0.0.1:1")
+listen()
+sys.exit(1 if start < 4 else 0)
+"""
+    assert followed(fleet(tmp_path, syncer=syncer)) and starts(tmp_path) == 4
+
+
+def test_a_center_that_crashes_before_it_listens_again_is_started_again(tmp_path: Path) -> None:
+    syncer = "start == 2 and sys.exit(1); listen(); sys.exit(1 if start == 1 else 0)"
+    assert followed(fleet(tmp_path, syncer=syncer)) and starts(tmp_path) == 3
+
+
+def test_crashes_of_a_center_count_within_a_window_only(tmp_path: Path) -> None:
+    window = ("launch.restarts_max=1", "launch.restarts_window_s=0.001")
+    syncer = "listen(); sys.exit(1 if start < 4 else 0)"
+    assert followed(fleet(tmp_path, *window, syncer=syncer)) and starts(tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    ("ends", "count"),
+    [
+        ("sys.exit(1)", 3),
+        ("sys.exit(2)", 1),
+        ("(out / 'syncer.json').touch(); sys.exit(1)", 1),
+    ],
+    ids=["it crashes again and again", "a person must mend something", "it was stopped in order"],
+)
+def test_a_center_is_not_started_again_when(ends: str, count: int, tmp_path: Path) -> None:
+    assert not followed(fleet(tmp_path, "launch.restarts_max=2", syncer=f"listen(); {ends}"))
+    assert starts(tmp_path) == count
 
 
 # ---- members ----

@@ -3,9 +3,10 @@
 That is a syncer, M learners and an evaluator, or a rendezvous and its peers. The *center*, syncer or
 rendezvous, outlives its members. The launcher's process owns no protocol: it starts the same programs that
 `archipel syncer` and `archipel learner` start, follows the center's tape for the view, kills whom a plan
-says, starts a center that was killed again from its newest checkpoint, and sums the run up when it has ended.
+says, starts a center that crashed again from its newest checkpoint, and sums the run up when it has ended.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -23,9 +24,19 @@ from ..dashboard.terminal import View
 from ..errors import CheckpointError, ConfigError, WorkerDied
 from ..protocol.gossip import RENDEZVOUS
 from ..runtime import checkpoint
-from ..runtime.launch import Exit, Launcher, WorkerProgram, available_cores, signal_name, threads_per_worker
+from ..runtime.launch import (
+    Crashes,
+    Exit,
+    Launcher,
+    WorkerProgram,
+    available_cores,
+    signal_name,
+    threads_per_worker,
+)
 from ..tape.tape import TapeTail, workers
 from .summary import Losses, summarise, summarise_gossip
+
+log = logging.getLogger("archipel")
 
 POLL_S = 0.1
 MEND = 2  # exit code of a program that says what a person must mend
@@ -60,7 +71,10 @@ class Fleet:
     losses: Losses = field(init=False)
     address: str = ""  # of the center, once it listens
     looping: set[str] = field(default_factory=set)  # workers whose last crash was one too many
-    revivals: int = 0  # of the center
+    crashes: Crashes = field(init=False)  # of the center
+    started_at: float = 0.0  # on time.monotonic(): the center's last start
+    start_at: float | None = None  # when one that crashed is started again
+    starting: bool = False  # it does not listen yet
 
     def __post_init__(self) -> None:
         gossip = self.config.gossip
@@ -69,6 +83,7 @@ class Fleet:
         self.members = [f"{self.kind}-{number}" for number in range(count)]
         self.series = Series(self.config.sync.quorum) if gossip is None else PeerSeries()
         self.losses = Losses(self.out / "metrics.jsonl")
+        self.crashes = Crashes(self.config.launch)
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the summary, which is also left in `summary.json`."""
@@ -87,6 +102,7 @@ class Fleet:
                 self._config_file.write_text(configuration.dump(self.config))
                 self._result_file.unlink(missing_ok=True)  # of the time before a resume
                 self._start_center(launcher, resume=self.resume)
+                self._await_center(launcher)
             self._start_members(launcher, self.address)
             if self._watch(launcher):
                 self._await_the_rest(launcher)
@@ -99,6 +115,11 @@ class Fleet:
     @property
     def _config_file(self) -> Path:
         return self.out / "config.toml"
+
+    @property
+    def _address_file(self) -> Path:
+        """What the center writes when it listens."""
+        return self.out / "address"
 
     @property
     def _result_file(self) -> Path:
@@ -138,21 +159,31 @@ class Fleet:
         return WorkerProgram(name, argv, restart=restart, threads=threads)
 
     def _start_center(self, launcher: Launcher, *, resume: bool) -> None:
-        """Start a syncer or rendezvous, where it was before if it was, and return when it listens."""
-        address_file = self.out / "address"
-        address_file.unlink(missing_ok=True)
+        """Start a syncer or rendezvous, at the address it had before if it had one."""
+        self._address_file.unlink(missing_ok=True)
         command = [self.center, str(self._config_file), "--listen", self.address or "127.0.0.1:0"]
-        command += ["--address-file", str(address_file)]
+        command += ["--address-file", str(self._address_file)]
         command += ["--resume"] if resume else []
         command += ["--init", str(Path(self.init).resolve())] if self.init else []
+        self.starting, self.start_at, self.started_at = True, None, time.monotonic()
         launcher.start(self._program(self.center, command, restart=False))
-        while not address_file.exists():
+
+    def _await_center(self, launcher: Launcher) -> None:
+        """Return when the center that was started first listens; WorkerDied if it ends instead."""
+        while not self._listens():
             if ended := _exit_of(self.center, launcher.poll()):
                 raise WorkerDied(self._why_not_started(ended))
             if launcher.stop_requests:
                 raise KeyboardInterrupt
             time.sleep(POLL_S)
-        self.address = address_file.read_text()
+        self.address = self._address_file.read_text()
+
+    def _listens(self) -> bool:
+        """Whether a center that was starting listens since the last look. As long as it lives, it may yet."""
+        if not self.starting or not self._address_file.exists():
+            return False
+        self.starting = False
+        return True
 
     def _why_not_started(self, ended: Exit) -> str:
         """Return what the center said last: its one line of what a person can mend, or the end of its log."""
@@ -194,10 +225,12 @@ class Fleet:
                     self._stop(launcher)
                     self._look(launcher, tape, view)
                     return False
-                if self.center not in launcher.running:
+                if died is not None:
                     self.series.take_all(tape.poll())
-                    if died is None or not self._revive(launcher, died):
-                        return died is not None and died.clean
+                    if not self._comes_back(died):
+                        return died.clean
+                self._start_again(launcher)
+                if self._listens():
                     tape = self._center_tape()
                 time.sleep(POLL_S)
 
@@ -232,13 +265,32 @@ class Fleet:
             print(f"{why}, so the run stops: see {self.out / 'logs'}", file=sys.stderr)
         return hopeless
 
-    def _revive(self, launcher: Launcher, ended: Exit) -> bool:
-        """Start a center that was killed again, from its newest checkpoint; its members train meanwhile."""
-        if ended.signal is None or self.revivals >= self.config.launch.restarts_max:
+    def _comes_back(self, ended: Exit) -> bool:
+        """Set the time to start a center again that crashed; return whether there is one.
+
+        None after an end in order, nor where a person must mend something, nor in a loop of crashes.
+        """
+        in_order = ended.code is not None and self._result_file.exists()  # it was asked to stop, or idle
+        if ended.clean or in_order or ended.code == MEND:
             return False
-        self.revivals += 1
-        self._start_center(launcher, resume=True)
-        return True
+        now = time.monotonic()
+        self.start_at = now + self.crashes.note(now, self.started_at)
+        if self.crashes.looping:
+            often = f"{len(self.crashes.times)} times within {self.config.launch.restarts_window_s:g} s"
+            print(
+                f"the {self.center} crashed {often}, so the run stops; mend it and --resume", file=sys.stderr
+            )
+        return not self.crashes.looping
+
+    def _start_again(self, launcher: Launcher) -> None:
+        """Start a center that crashed, once it is time, from its newest checkpoint; its members train on."""
+        if self.start_at is None or time.monotonic() < self.start_at:
+            return
+        try:
+            self._start_center(launcher, resume=True)
+        except OSError as error:  # no process or memory to be had now: that may pass
+            self.start_at = time.monotonic() + self.config.launch.backoff_s_max
+            log.warning("center_not_started name=%s reason=%s", self.center, error)
 
     def _stop(self, launcher: Launcher) -> None:
         """Members say goodbye first, so that the center's last checkpoint knows what they consumed."""
