@@ -67,6 +67,38 @@ def test_options_the_guide_lists_exist() -> None:
         assert hasattr(getattr(config, section), key), f"{section}.{key}"
 
 
+def test_every_section_of_a_run_is_in_the_guides_table_with_its_class() -> None:
+    from archipel.config import Config
+
+    row = re.compile(r"^\| (?:… )?`\[?([\w.]+)\]?` \| .* \| `(\w+)` \| `([\w/]+\.py)` \|$", re.M)
+    listed = row.findall((ROOT / "docs" / "guide.md").read_text())
+    for _, kind, file in listed:
+        assert f"class {kind}(Struct" in (ROOT / "src" / "archipel" / file).read_text(), kind
+    assert {*Config.__struct_fields__, "plan"} == {name for name, *_ in listed if "." not in name}
+
+
+def test_the_guide_quotes_what_a_second_syncer_is_told() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    (quoted,) = re.findall(r"\| `([^`]*)` \| two syncers on one run folder", guide)
+    told = (ROOT / "src" / "archipel" / "runtime" / "checkpoint.py").read_text()
+    assert all(part in told for part in quoted.split(" … "))
+
+
+def test_what_is_installed_is_a_checkout() -> None:
+    extras = (ROOT / "pyproject.toml").read_text()
+    for page in PAGES:
+        for words, extra in re.findall(r"pip install ([^`\n]*?)\[([\w,]+)\]", page.read_text()):
+            assert words == '-e ".', f"{page.name}: the package is in no index"
+            assert all(re.search(rf"^{name} = \[", extras, re.M) for name in extra.split(",")), extra
+
+
+def test_benchmarks_the_readme_names_exist_and_make_runs_the_first_two() -> None:
+    named = re.findall(r"`(\w+\.py)`", (ROOT / "README.md").read_text().partition("Measured claims")[2])
+    assert all((ROOT / "benchmarks" / name).exists() for name in named)
+    made = re.findall(r"benchmarks/(\w+\.py)", (ROOT / "Makefile").read_text())
+    assert named[: len(made)] == made
+
+
 def test_help_of_every_command_is_quick_and_without_torch() -> None:
     code = "import sys; sys.argv = ['archipel', '--help']\nfrom archipel.cli import main\ntry: main()\n"
     code += "except SystemExit: sys.exit('torch' in sys.modules)"
