@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
 from .shared import add_config, command, load, report, run_folder
 
-DEMO_TICKS = 480
+DEMO_LEARNERS, DEMO_TICKS = 3, 480
 
 
 def add_demo(commands: Any) -> None:
@@ -15,9 +16,10 @@ def add_demo(commands: Any) -> None:
         commands, "demo", _demo, "train on this machine for a minute, killing a learner half-way"
     )
     parser.add_argument("--gossip", action="store_true", help="four peers that exchange models, no syncer")
-    parser.add_argument("--learners", type=int, default=3)
-    parser.add_argument("--ticks", type=int, default=DEMO_TICKS, help="global steps of the run")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds of the run with --gossip")
+    parser.add_argument("--learners", type=int, default=None, help=f"default: {DEMO_LEARNERS}")
+    ticks = f"global steps of the run; default: {DEMO_TICKS}"
+    parser.add_argument("--ticks", type=int, default=None, help=ticks)
+    parser.add_argument("--rounds", type=int, default=None, help="rounds of the run with --gossip")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="", help="run folder; default: a new one under out/")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -28,16 +30,15 @@ def _demo(options: argparse.Namespace) -> int:
     from ..roles.fleet import Fleet, Kill
     from ..roles.summary import closes
 
+    _refuse_what_does_not_apply(options)
     if options.gossip:
         return _demo_gossip(options)
-    overrides = [
-        f"sync.learners={options.learners}",
-        f"sync.steps={options.ticks}",
-        f"run.seed={options.seed}",
-    ]
+    learners = DEMO_LEARNERS if options.learners is None else options.learners
+    ticks = DEMO_TICKS if options.ticks is None else options.ticks
+    overrides = [f"sync.learners={learners}", f"sync.steps={ticks}", f"run.seed={options.seed}"]
     loaded = config.load(Path(__file__).parents[1] / "demo.toml", overrides)
-    victim = f"learner-{options.learners - 1}"
-    fleet = Fleet(loaded, run_folder(options.out, loaded), [Kill(victim, options.ticks // 4)])
+    victim = f"learner-{learners - 1}"
+    fleet = Fleet(loaded, run_folder(options.out, loaded), [Kill(victim, ticks // 4)])
     fleet.quiet = options.json and not sys.stdout.isatty()
     summary = fleet.run()
     learner = fleet.series.learners.get(victim)
@@ -54,12 +55,26 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if all(checks.values()) else 1
 
 
+def _refuse_what_does_not_apply(options: argparse.Namespace) -> None:
+    """Raise ConfigError for an option of the other demo, which would be ignored."""
+    for name in ("learners", "ticks") if options.gossip else ("rounds",):
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if options.gossip:
+            why = "the gossip demo has four peers and is as long as --rounds says; leave it out"
+        else:
+            why = "the demo with a syncer is as long as --ticks says; leave it out, or add --gossip"
+        raise ConfigError(f"--{name} {value} does not apply: {why}")
+
+
 def _demo_gossip(options: argparse.Namespace) -> int:
     from .. import config
     from ..roles.fleet import Fleet, Kill
     from ..roles.summary import closes
 
-    overrides = [f"run.seed={options.seed}", *([f"gossip.rounds={options.rounds}"] if options.rounds else [])]
+    rounds = [] if options.rounds is None else [f"gossip.rounds={options.rounds}"]
+    overrides = [f"run.seed={options.seed}", *rounds]
     loaded = config.load(Path(__file__).parents[1] / "demo_gossip.toml", overrides)
     victim = f"peer-{loaded.gossip.peers - 1}"
     fleet = Fleet(loaded, run_folder(options.out, loaded), [Kill(victim, loaded.gossip.rounds // 3)])
