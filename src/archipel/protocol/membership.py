@@ -175,7 +175,9 @@ class Roster:
         """Whether the position a learner names can have come about in this run, not in an older one there."""
         known = self.members.get(name)
         drew = self.positions.get(name, 0) > 0 or (known is not None and known.joined)
-        return drew or join.tokens > 0 or self.epoch > 1  # a resumed syncer may have forgotten that it did
+        # A syncer resumed from a checkpoint may have forgotten that it did; where the weights are the first
+        # ones, whatever the epoch, the data begins anew with them.
+        return drew or join.tokens > 0 or any(self.fork)
 
     def _welcome(self, tick: int, member: Member, join: m.Join) -> list[m.Action]:
         follow = self._stale(join) if member.joined else []
