@@ -159,19 +159,21 @@ def test_what_was_drawn_and_never_reported_counts_once_it_has_joined() -> None:
 def test_a_resumed_syncer_believes_a_position_it_does_not_know() -> None:
     ours = roster()
     ours.epoch, ours.fork = 2, [3, 3]
-    assert welcome_of(ours.join(0.0, 6, "L-0", join(shard=0, position=900))).position == 900
+    assert welcome_of(ours.join(0.0, 6, "L-0", join(schema=(), shard=0, position=900))).position == 900
 
 
 def test_a_later_epoch_that_begins_with_the_first_weights_begins_with_the_first_data() -> None:
     # Its folder is an older run's, or the syncer before it died without a checkpoint.
     ours = roster()
     ours.epoch, ours.fork = 2, [0, 0]
-    assert welcome_of(ours.join(0.0, 6, "L-0", join(shard=0, position=900))).position == 0
+    assert welcome_of(ours.join(0.0, 6, "L-0", join(schema=(), shard=0, position=900))).position == 0
 
 
-def test_a_learner_in_mid_run_keeps_its_position() -> None:
+@pytest.mark.parametrize("tokens", [0, 100])
+def test_a_learner_that_was_told_its_position_keeps_it(tokens: int) -> None:
+    # By a syncer that died before it wrote a checkpoint which knows of it: seed 572 of the random schedules.
     ours = roster()
-    assert welcome_of(ours.join(0.0, 6, "L-0", join(shard=0, tokens=100, position=900))).position == 900
+    assert welcome_of(ours.join(0.0, 6, "L-0", join(shard=0, tokens=tokens, position=900))).position == 900
 
 
 # ---- what follows ----

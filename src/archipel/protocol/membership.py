@@ -173,11 +173,13 @@ class Roster:
 
     def _of_this_run(self, name: str, join: m.Join) -> bool:
         """Whether the position a learner names can have come about in this run, not in an older one there."""
+        if join.schema:
+            return True  # it has built the run's model, and was told before where to start
         known = self.members.get(name)
         drew = self.positions.get(name, 0) > 0 or (known is not None and known.joined)
         # A syncer resumed from a checkpoint may have forgotten that it did; where the weights are the first
         # ones, whatever the epoch, the data begins anew with them.
-        return drew or join.tokens > 0 or any(self.fork)
+        return drew or any(self.fork)
 
     def _welcome(self, tick: int, member: Member, join: m.Join) -> list[m.Action]:
         follow = self._stale(join) if member.joined else []
