@@ -146,7 +146,7 @@ def test_the_decoder_needs_no_transformers():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[0].isdigit()
-    assert "pip install 'archipel[hf]'" in ran.stdout
+    assert "pip install -e '.[hf]'" in ran.stdout
 
 
 def test_options_need_no_torch():

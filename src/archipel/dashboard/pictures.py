@@ -55,7 +55,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError('drawing needs matplotlib: pip install "archipel[plots]"') from error
+        raise ConfigError('drawing needs matplotlib: pip install -e ".[plots]" in a checkout') from error
     return matplotlib
 
 

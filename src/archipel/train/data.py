@@ -340,7 +340,7 @@ class ImageData:
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise DataError(
-                "data.source=digits needs scikit-learn: pip install 'archipel[images]'"
+                "data.source=digits needs scikit-learn: pip install -e '.[images]' in a checkout"
             ) from error
         digits = load_digits()
         self._options = options

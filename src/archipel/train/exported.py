@@ -203,7 +203,9 @@ def _load_with_transformers(folder: Path, described: dict[str, Any]) -> Loaded:
     try:
         import transformers
     except ImportError as error:
-        raise ModelError(f"a model of type {kind} needs transformers: pip install 'archipel[hf]'") from error
+        raise ModelError(
+            f"a model of type {kind} needs transformers: pip install -e '.[hf]' in a checkout"
+        ) from error
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32

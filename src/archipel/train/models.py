@@ -236,7 +236,7 @@ def _zoo(options: ModelOptions) -> nn.Module:
         import transformers
     except ImportError as error:
         raise ModelError(
-            f"model.kind={options.kind} needs transformers ({error}): pip install 'archipel[hf]'"
+            f"model.kind={options.kind} needs transformers ({error}): pip install -e '.[hf]' in a checkout"
         ) from error
     make: dict[str, Callable[[Any, ModelOptions], nn.Module]] = {
         "llama": _llama,
