@@ -182,7 +182,7 @@ def test_an_unknown_suffix_is_refused() -> None:
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r'pip install "archipel\[plots\]"'):
+    with pytest.raises(ConfigError, match=r'pip install -e "\.\[plots\]"'):
         pictures.check("x.svg")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from archipel.protocol import gossip as g
 from archipel.protocol import messages as m
+from archipel.protocol.rendezvous import RendezvousMachine
 
 from .gossip_rig import SCHEMA, Costs, Rig, cut
 from .test_gossip_storms import kill_rendezvous
@@ -239,3 +240,27 @@ def test_a_distance_that_is_no_number_does_not_silence_the_alarm() -> None:
             machine.consensus.take(g.Report(number, 0, "merged", 1, 1.0, 0.0, 0.0, distance, 100.0), 2)
         machine.consensus.close(number)
     assert machine.consensus.rising == 2
+
+
+def enrolled(machine: RendezvousMachine, name: str, **facts: object) -> g.Admitted:
+    """Let a peer enrol; return what it is told."""
+    known = {"run": "", "incarnation": f"{name}.1", "address": f"at-{name}", **facts}
+    actions = machine.handle(1.0, m.Received(name, g.Enrol(**known)))  # type: ignore[arg-type]
+    [admitted] = [a.message for a in actions if isinstance(a, m.Send) and isinstance(a.message, g.Admitted)]
+    return admitted
+
+
+def test_a_shard_left_behind_goes_to_a_newcomer_where_its_data_stopped() -> None:
+    machine = RendezvousMachine("test", g.GossipOptions(peers=2), {}, shards=2)
+    enrolled(machine, "one")
+    enrolled(machine, "two")
+    machine.handle(2.0, m.Received("one", m.Leave(500)))
+    admitted = enrolled(machine, "three")
+    assert (admitted.shard, admitted.position) == (0, 500)
+
+
+@pytest.mark.parametrize(("round_", "position"), [(-1, 0), (7, 900)])
+def test_a_journal_of_an_older_run_is_not_taken_for_this_runs(round_: int, position: int) -> None:
+    machine = RendezvousMachine("test", g.GossipOptions(peers=2), {}, shards=2)
+    told = enrolled(machine, "p-0", shard=0, position=900, round=round_, kept=round_ >= 0)
+    assert told.position == position and machine.ledger.closes()

@@ -20,7 +20,7 @@ from . import gossip as g
 from . import messages as m
 from .enrolled import Consensus, Entry, RendezvousState
 from .ledger import Ledger
-from .membership import COUNT_MAX, choose_shard
+from .membership import COUNT_MAX, choose_shard, hand_over
 
 LEAVE_S_MAX = 10.0  # for peers to say goodbye once they were told that the run is over
 STUCK_ROUNDS = 4  # a peer that takes so many times the longest round, while others are at the end, is stuck
@@ -138,7 +138,7 @@ class RendezvousMachine:
             self.early[name] = enrol
             text = f"waits peer={name}: it has no state, and of those that have one none is ready yet"
             return [m.Notice(text), *self._alarm(now)]
-        shard = choose_shard(name, enrol.shard, self.taken, self.shards)
+        shard = choose_shard(name, enrol.shard, self.taken, self.shards, self._away(now))
         if shard is None:
             return self._refuse(name, f"all data.shards={self.shards} are taken: raise data.shards")
         known = self.entries.get(name)
@@ -223,9 +223,18 @@ class RendezvousMachine:
         notice = m.Notice(f"refused peer={name} reason={reason!r}", "warning")
         return [notice, m.Send(name, m.Refused(reason, final=True))]
 
+    def _away(self, now: float) -> list[str]:
+        """Return whose shards may go to a newcomer when none is free, the one gone longest first."""
+        if self._awaits(now):
+            return []
+        gone = [n for n in self.taken if (entry := self.entries.get(n)) is None or entry.left]
+        lost_at = {name: entry.lost_at for name, entry in self.entries.items()}
+        return sorted(gone, key=lambda name: lost_at.get(name, -math.inf))
+
     def _open(self, now: float, name: str, shard: int, enrol: g.Enrol) -> Entry:
         """Give the incarnation its account, or go on with the one it has."""
-        self.taken[name] = shard
+        hand_over(name, shard, self.taken, self.positions)
+        new = self.epoch == 0 and name not in self.positions and enrol.round < 0
         known, before = self.positions.get(name, 0), self.entries.get(name)
         account = self.ledger.accounts.get(name)
         entry = Entry(name, enrol.incarnation, enrol.address, known, settled_at=now)
@@ -242,7 +251,8 @@ class RendezvousMachine:
             entry.start = known - entry.tokens
             return entry
         self.bases.pop(name, None)
-        drawn = enrol.position if enrol.shard == shard else -1
+        # A journal of an older run says nothing of this one.
+        drawn = enrol.position if enrol.shard == shard and not new else -1
         self.ledger.begin(name, enrol.incarnation)
         if drawn > known:
             self.ledger.tail(name, drawn - known)

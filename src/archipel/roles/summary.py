@@ -1,6 +1,7 @@
 """What a finished run amounted to, from what its processes left behind: figures, tokens by fate."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -10,13 +11,15 @@ import msgspec
 
 from .. import config as configuration
 from ..dashboard.collect import longest_pause
-from ..errors import WorkerDied
+from ..errors import DataError, WorkerDied
 from ..protocol import gossip as g
 from ..protocol.ledger import FATES, GOSSIP_FATES
 from ..protocol.messages import Received, Tally
 from ..tape.record import Record
 from ..tape.tape import read, workers
 from ..train.data import read_journal
+
+log = logging.getLogger("archipel")
 
 THIN_SHARE = 0.5  # of a learner's tokens: if fewer are merged, a warning
 
@@ -181,7 +184,11 @@ def consumed_by_data(out: Path, facts: dict[str, Any], fragments: int) -> int:
     drawn = 0
     tokens = facts.get("tokens", {})
     for path in sorted((out / "journal").glob("*.bin")):
-        entry = read_journal(path)
+        try:
+            entry = read_journal(path)
+        except DataError as error:
+            log.warning("left out of the sum reason=%r", str(error))
+            continue
         drawn += entry.position
         unseen = entry.position - facts.get("positions", {}).get(path.stem, 0)
         if unseen > 0 and path.stem in tokens.get("tail_unknown", {}):
