@@ -175,7 +175,7 @@ def test_an_address_that_does_not_resolve_yet_is_dialled_when_it_does(
 
 def clients() -> list[Client]:
     gc.collect()
-    return [one for one in gc.get_objects() if isinstance(one, Client)]
+    return [one for one in gc.get_objects() if type(one) is Client]
 
 
 def test_connections_that_were_hung_up_leave_their_counts_and_nothing_else(town: Town) -> None:
