@@ -1,6 +1,7 @@
 """A mesh: who dials whom, one conversation a pair, both ways over it, and the bytes it counts."""
 
 import gc
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from archipel.errors import PayloadError, TransportError
 from archipel.protocol.gossip import Address
@@ -39,7 +41,7 @@ class Ear:
         self._hear("disconnected", worker)
 
     def refused(self, worker: str, reason: str, final: bool) -> None:
-        self._hear("refused", worker)
+        self._hear("refused", worker, final)
 
     def allocate(self, worker: str, message: bytes, length: int) -> memoryview:
         if message == self.refuse:
@@ -132,6 +134,18 @@ def test_who_is_no_member_any_more_is_hung_up_on(town: Town) -> None:
     town.ears["a"].wait("disconnected", "b")
     town.ears["a"].wait("connected", "z")
     assert ("disconnected", "z") not in town.ears["a"].words
+
+
+def test_nobody_is_dialled_for_ever_who_is_not_to_be() -> None:
+    ear = Ear()
+    mesh = Mesh(ear, replace(BRISK, give_up_s=0.3), name="learner")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    began = time.monotonic()
+    mesh.dial("syncer", address)
+    ear.wait("refused", "syncer", True)
+    assert time.monotonic() - began > 0.3
+    mesh.stop(0.1)
 
 
 def test_who_is_hung_up_on_is_gone_at_once_and_its_line_says_nothing_more(town: Town) -> None:

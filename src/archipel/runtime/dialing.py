@@ -94,8 +94,13 @@ class Client:
         worker: str,
         run: str,
         security: Security | None = None,
+        give_up_s: float = 0.0,
     ) -> None:
-        """`address`: "host:port" of the server. `run`: its identity, "" for whatever it serves."""
+        """`address`: "host:port" of the server. `run`: its identity, "" for whatever it serves.
+
+        give_up_s: without a connection for so long it stops trying; 0: never.
+        """
+        self._give_up_s = give_up_s
         self._sink = sink
         self._options = options
         self._address = address
@@ -134,8 +139,8 @@ class Client:
         wire.resolve(host, self._options.resolve_s_max)
         if self._security is not None:
             self._security.check()
-        self._connecting.start()
         self._uploading.start()
+        self._connecting.start()  # last: once it runs, `stop` waits for both
 
     def send(self, message: bytes) -> None:
         """Queue a control frame; never blocks. Dropped and counted when not connected."""
@@ -192,10 +197,16 @@ class Client:
     # ---- the connection ----
 
     def _keep_connected(self) -> None:
-        pause_s = self._options.backoff_s_min
+        pause_s, since = self._options.backoff_s_min, time.monotonic()
         while not self._stopping.is_set():
             accepted, over = self._connect()
             if over:
+                break
+            now = time.monotonic()
+            since = now if accepted else since
+            if self._give_up_s and now - since > self._give_up_s:
+                reason = f"no connection for network.give_up_s={self._give_up_s:g} s: {self.trouble}"
+                self._fail(reason, refused=True, final=True)
                 break
             pause_s = (
                 self._options.backoff_s_min if accepted else min(2 * pause_s, self._options.backoff_s_max)

@@ -73,8 +73,11 @@ class Mesh:
             self._server.start()
 
     def dial(self, worker: str, address: str) -> None:
-        """Connect to a worker, for ever. What a person must mend is raised here: see `Client.start`."""
-        self._line_to(worker, address).client.start()
+        """Connect to the one this worker cannot do without, for as long as `network.give_up_s` says.
+
+        What a person must mend is raised here: see `Client.start`.
+        """
+        self._line_to(worker, address, give_up_s=self._options.give_up_s).client.start()
 
     def know(self, members: Iterable[Address], *, beside: str = "") -> None:
         """Keep connections to these; of a pair the name that sorts first dials. `beside`: dialled anyway."""
@@ -122,6 +125,8 @@ class Mesh:
     def stop(self, grace_s: float) -> None:
         """Close all; what is queued has `grace_s`."""
         lines, self._dialled = list(self._dialled.values()), {}
+        for line in lines:
+            line.ended.set()
         self._hung_up += [line.client for line in lines]
         stops = [threading.Thread(target=line.client.stop, args=(grace_s,)) for line in lines]
         for thread in stops:
@@ -168,12 +173,18 @@ class Mesh:
         server = [self._server] if self._server is not None else []
         return [*(line.client for line in self._dialled.values()), *self._hung_up, *server]
 
-    def _line_to(self, worker: str, address: str) -> "Outward":
+    def _line_to(self, worker: str, address: str, *, give_up_s: float = 0.0) -> "Outward":
         if worker in self._dialled:
             self._hang_up(worker)
         line = self._dialled[worker] = Outward(self, self._sink, worker, address)
         line.client = Client(
-            line, self._options, address=address, worker=self._name, run="", security=self._security
+            line,
+            self._options,
+            address=address,
+            worker=self._name,
+            run="",
+            security=self._security,
+            give_up_s=give_up_s,
         )
         return line
 
@@ -204,12 +215,13 @@ class Outward:
         self._mesh, self._sink = mesh, sink
         self._over = threading.Event()
         self._up = False
+        self.ended = threading.Event()  # whoever has not begun to connect by then need not
         self._lock = threading.Lock()  # of both: nothing is said after the last word
 
     def start(self) -> None:
         """Start connecting, as soon as that is possible: an address may not resolve yet."""
         pause_s, trouble = RETRY_S_MIN, ""
-        while not self._over.is_set():
+        while not self.ended.is_set():
             try:
                 self.client.start()
                 return
@@ -217,12 +229,13 @@ class Outward:
                 if str(error) != trouble:
                     trouble = str(error)
                     log.warning("event=not_dialled worker=%r reason=%r", self.worker, trouble)
-            self._over.wait(pause_s)
+            self.ended.wait(pause_s)
             pause_s = min(2 * pause_s, RETRY_S_MAX)
 
     def hang_up(self) -> None:
         """Say `disconnected` now, and nothing any more: another line to the worker may be open before this
         one is closed."""
+        self.ended.set()
         with self._lock:
             self._over.set()
             if self._up:

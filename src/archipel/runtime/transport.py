@@ -110,6 +110,7 @@ class Server:
         self._server: grpc.Server | None = None
         self._bound = ""
         self._stopped = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="archipel-watch", daemon=True)
 
     @property
     def bytes_in(self) -> int:
@@ -130,7 +131,7 @@ class Server:
         address = self._bound or self.bind()
         assert self._server is not None
         self._server.start()
-        threading.Thread(target=self._watch, name="archipel-watch", daemon=True).start()
+        self._watching.start()
         return address
 
     def bind(self) -> str:
@@ -205,6 +206,8 @@ class Server:
             self._close(session, "the server stops")
         stopped.wait(grace_s + JOIN_S)
         self._threads.join(JOIN_S)
+        if self._watching.is_alive():
+            self._watching.join(JOIN_S)
         self._server = None
 
     # ---- streams ----

@@ -52,6 +52,8 @@ class NetworkOptions(Struct, frozen=True, forbid_unknown_fields=True):
     resolve_s_max: float = 4.0  # for the address to resolve when a client starts
     backoff_s_min: float = 0.1  # pause before the first reconnection; doubles, with jitter
     backoff_s_max: float = 5.0
+    # A learner without its syncer, or a peer without its rendezvous, ends after so long; 0: never.
+    give_up_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -70,6 +72,7 @@ class NetworkOptions(Struct, frozen=True, forbid_unknown_fields=True):
             1 << 10 <= self.frame_bytes_max <= 1 << 30,
             f"network.frame_bytes_max={self.frame_bytes_max} must be between 1 KiB and 1 GiB",
         )
+        _require(self.give_up_s >= 0, f"network.give_up_s={self.give_up_s} must not be negative; 0: never")
         _require(self.transfer_bytes_max >= 0, "network.transfer_bytes_max must not be negative")
         _require(0 <= self.window_bytes < 1 << 31, "network.window_bytes must be between 0 and 2^31 - 1")
         _require(
