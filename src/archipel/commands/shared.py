@@ -49,6 +49,11 @@ def _at_least(least: int, text: str) -> int:
     return value
 
 
+def pause(text: str) -> float:
+    """Return an option's pause: a length of time, or 0."""
+    return 0.0 if text.strip() in ("0", "0.0") else duration(text)
+
+
 def duration(text: str) -> float:
     """Return an option's length of time: finite, above 0."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ArchipelError, TapeError
 from . import tables
-from .shared import add_overrides, command, duration, load, natural, report, run_folder
+from .shared import add_overrides, command, load, natural, pause, report, run_folder
 
 
 def add_simulate(commands: Any) -> None:
@@ -199,7 +199,7 @@ def add_replay(commands: Any) -> None:
         help="keep there what to go on from, and go on from what is there; default: RUN/replay",
     )
     parser.add_argument(
-        "--save-every", type=duration, default=60.0, metavar="SECONDS", help="how often that is written"
+        "--save-every", type=pause, default=60.0, metavar="SECONDS", help="how often that is written"
     )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
