@@ -58,6 +58,13 @@ def test_a_gap_in_which_the_quorum_was_not_live_does_not_count() -> None:
     assert longest_pause(records(script), quorum=1).longest_pause_s == 57
 
 
+def test_gaps_may_count_only_from_when_all_learners_are_there() -> None:
+    script = [joined(0, "a"), step(1, "a", 1), merged(2), merged(50), joined(51, "b"), step(52, "b", 1)]
+    script += [merged(53), merged(55), gone(56, "b"), merged(60)]
+    assert longest_pause(records(script), quorum=1).longest_pause_s == 48
+    assert longest_pause(records(script), quorum=1, learners=2).longest_pause_s == 5
+
+
 def test_a_learner_is_live_only_from_its_first_report() -> None:
     script = [joined(0, "a"), merged(1), step(2, "a", 1), merged(11), merged(13)]
     assert longest_pause(records(script), quorum=1).longest_pause_s == 2

@@ -27,8 +27,9 @@ def add_demo(commands: Any) -> None:
 
 def _demo(options: argparse.Namespace) -> int:
     from .. import config
+    from ..dashboard.collect import longest_pause
     from ..roles.fleet import Fleet, Kill
-    from ..roles.summary import closes
+    from ..roles.summary import closes, records_of
 
     _refuse_what_does_not_apply(options)
     if options.gossip:
@@ -42,11 +43,13 @@ def _demo(options: argparse.Namespace) -> int:
     fleet.quiet = options.json and not sys.stdout.isatty()
     summary = fleet.run()
     learner = fleet.series.learners.get(victim)
+    # From when all are there: while processes start, those that train have less than their share.
+    pause = longest_pause(records_of(fleet.out, "syncer"), loaded.sync.quorum, learners=learners)
     checks = {
         "the run reached its end": summary["complete"],
         "validation loss fell": _fell(summary),
         "a learner was killed": summary["kills"] == 1,
-        "the others' rounds went on": summary["longest_pause_s"] < _pause_limit_s(summary),
+        "the others' rounds went on": pause.longest_pause_s < _pause_limit_s(summary),
         "the victim is back and merged again": learner is not None and _merged_again(learner),
         "every token has a fate": closes(summary),
     }

@@ -99,10 +99,14 @@ class Pause(Struct, frozen=True):
 
 
 class PauseMeter:
-    """Measures a `Pause` record by record. A learner is live from its first report after a welcome."""
+    """Measures a `Pause` record by record. A learner is live from its first report after a welcome.
 
-    def __init__(self, quorum: int) -> None:
-        self.quorum = quorum
+    learners: gaps count from when so many have been live.
+    """
+
+    def __init__(self, quorum: int, *, learners: int = 0) -> None:
+        self.quorum, self.learners = quorum, learners
+        self._seen: set[str] = set()
         self.live: set[str] = set()
         self._members: set[str] = set()
         self._counts = False  # whether the gap that is open has had K live learners so far
@@ -141,6 +145,7 @@ class PauseMeter:
 
     def _stepped(self, worker: str, step_s: float) -> None:
         self.live.add(worker)
+        self._seen.add(worker)
         if len(self.live) >= self.quorum:
             self._steps.append(step_s)
             self._gap_steps.append(step_s)
@@ -155,7 +160,8 @@ class PauseMeter:
         self._rounds += 1
         if self._counts and self._since is not None and now - self._since > self._longest[0]:
             self._longest = now - self._since, self._since, _median(self._gap_steps)
-        self._since, self._counts = now, len(self.live) >= self.quorum
+        all_there = len(self._seen) >= self.learners
+        self._since, self._counts = now, all_there and len(self.live) >= self.quorum
         self._gap_steps.clear()
 
     @property
@@ -165,9 +171,12 @@ class PauseMeter:
         return Pause(pause_s, at_s, _median(self._steps), pause_step_s, self._rounds)
 
 
-def longest_pause(records: Iterable[Record], quorum: int) -> Pause:
-    """Return the longest pause on a syncer's tape (or on several, one after another) for quorum K."""
-    meter = PauseMeter(quorum)
+def longest_pause(records: Iterable[Record], quorum: int, *, learners: int = 0) -> Pause:
+    """Return the longest pause on a syncer's tape (or on several, one after another) for quorum K.
+
+    learners: only of the time since so many have been live.
+    """
+    meter = PauseMeter(quorum, learners=learners)
     for record in records:
         meter.take(record)
     return meter.result
