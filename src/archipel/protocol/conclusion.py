@@ -113,7 +113,8 @@ class Conclusion:
 
     def took(self, now: float, worker: str) -> list[m.Action]:
         """A member has the mean: the others may take as long again."""
-        self.patient_until = max(self.patient_until, now + self.patience_s) if self.made else math.inf
+        if self.made:
+            self.patient_until = now + self.patience_s
         return self.told(worker)
 
     def told(self, worker: str) -> list[m.Action]:

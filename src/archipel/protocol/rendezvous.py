@@ -140,7 +140,9 @@ class RendezvousMachine:
             return [m.Notice(text), *self._alarm(now)]
         shard = choose_shard(name, enrol.shard, self.taken, self.shards, self._away(now))
         if shard is None:
-            return self._refuse(name, f"all data.shards={self.shards} are taken: raise data.shards")
+            return self._refuse(
+                name, f"all data.shards={self.shards} are in use by live peers: raise data.shards"
+            )
         known = self.entries.get(name)
         again = known is not None and known.incarnation == enrol.incarnation and not known.left
         actions: list[m.Action] = []
@@ -233,8 +235,8 @@ class RendezvousMachine:
 
     def _open(self, now: float, name: str, shard: int, enrol: g.Enrol) -> Entry:
         """Give the incarnation its account, or go on with the one it has."""
-        hand_over(name, shard, self.taken, self.positions)
-        new = self.epoch == 0 and name not in self.positions and enrol.round < 0
+        former = hand_over(name, shard, self.taken, self.positions)
+        new = bool(former) or (self.epoch == 0 and name not in self.positions and enrol.round < 0)
         known, before = self.positions.get(name, 0), self.entries.get(name)
         account = self.ledger.accounts.get(name)
         entry = Entry(name, enrol.incarnation, enrol.address, known, settled_at=now)
@@ -251,7 +253,7 @@ class RendezvousMachine:
             entry.start = known - entry.tokens
             return entry
         self.bases.pop(name, None)
-        # A journal of an older run says nothing of this one.
+        # A journal of an older run says nothing of this one, nor does one from before another had the shard.
         drawn = enrol.position if enrol.shard == shard and not new else -1
         self.ledger.begin(name, enrol.incarnation)
         if drawn > known:
@@ -450,9 +452,8 @@ class RendezvousMachine:
         for entry in self._stuck(now):
             entry.left = True
             self.ledger.lose(entry.name)
-            text = (
-                f"gave up peer={entry.name}: connected, but stuck in round={entry.round}, others at the end"
-            )
+            stuck = f"connected, but stuck in round={entry.round}, others at the end: restart it"
+            text = f"gave up peer={entry.name}: {stuck}"
             actions += [m.Notice(text, "warning"), *self._without(now, entry)]
         if 0 <= self.back_until <= now and self.state == "running" and not self.concluded:
             self.back_until = -math.inf  # who is not back is gone
