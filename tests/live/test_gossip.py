@@ -165,15 +165,18 @@ def test_a_run_ends_with_one_model_and_each_round_cost_its_offers(
     assert facts["figures"]["val_loss_mean_model"] < facts["figures"]["val_loss_worst"] + 0.1
 
 
-def test_own_loop_in_plain_python_gossips_and_a_group_resumes(rig: Rig) -> None:
+def own_loop(rig: Rig, home: str, *, resume: bool = False) -> Path:
+    """Return a user's script around `archipel.Peer`: NAME, then a rendezvous's address or a list's file as
+    `home` says, then the folder to keep things in."""
     script = rig.folder / "own.py"
     script.write_text(
         "import sys, torch, archipel\n"
         "torch.manual_seed(ord(sys.argv[1]))\n"  # weights of their own: the second clones the first
         "model = torch.nn.Linear(4, 1)\n"
         "optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)\n"
-        "where = {'rendezvous': sys.argv[2], 'name': sys.argv[1], 'out': sys.argv[3]}\n"
-        "with archipel.Peer(model, optimizer, **where, resume=True) as peer:\n"
+        "where = {'name': sys.argv[1], 'out': sys.argv[3]}\n"
+        f"where |= {{'{home}': sys.argv[2], 'resume': {resume}}}\n"
+        "with archipel.Peer(model, optimizer, **where) as peer:\n"
         "    print('begins at', peer.round, 'tick', peer.tick, flush=True)\n"
         "    while not peer.done:\n"
         "        inputs = torch.randn(8, 4)\n"
@@ -182,6 +185,11 @@ def test_own_loop_in_plain_python_gossips_and_a_group_resumes(rig: Rig) -> None:
         "        peer.step(tokens=8)\n"
         "print(f'ends at {peer.round} {peer.shard} {loss.item():.4f} {model.weight.sum().item():.6f}')\n"
     )
+    return script
+
+
+def test_own_loop_in_plain_python_gossips_and_a_group_resumes(rig: Rig) -> None:
+    script = own_loop(rig, "rendezvous", resume=True)
     rig.write(gossip={**GOSSIP, "peers": 2, "rounds": 40, "local_steps": 20, "scheme": "one_peer"})
     first = [rendezvous(rig), *(rig.start(n, str(script), n, rig.address, str(rig.out)) for n in "ab")]
     rig.wait(lambda: all(list((rig.out / "checkpoints" / n).glob("step-*")) for n in "ab"), "checkpoints")

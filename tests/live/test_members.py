@@ -13,7 +13,7 @@ from archipel.roles.followed_peers import replay_gossip
 from archipel.tape.replay import verify
 
 from .conftest import Rig, Worker
-from .test_gossip import going, settled
+from .test_gossip import going, own_loop, settled
 
 pytestmark = pytest.mark.live
 NAMES = ["p-0", "p-1", "p-2"]
@@ -74,21 +74,7 @@ def test_a_name_that_is_not_in_the_list_is_refused(rig: Rig) -> None:
 
 
 def test_own_loop_finds_the_others_in_the_list(rig: Rig) -> None:
-    script = rig.folder / "own.py"
-    script.write_text(
-        "import sys, torch, archipel\n"
-        "torch.manual_seed(ord(sys.argv[1]))\n"  # weights of their own: the second clones the first
-        "model = torch.nn.Linear(4, 1)\n"
-        "optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)\n"
-        "where = {'members': sys.argv[2], 'name': sys.argv[1], 'out': sys.argv[3]}\n"
-        "with archipel.Peer(model, optimizer, **where) as peer:\n"
-        "    while not peer.done:\n"
-        "        inputs = torch.randn(8, 4)\n"
-        "        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()\n"
-        "        loss.backward(); optimizer.step(); optimizer.zero_grad()\n"
-        "        peer.step(tokens=8)\n"
-        "print(f'ends at {peer.round} {peer.shard} {model.weight.sum().item():.6f}')\n"
-    )
+    script = own_loop(rig, "members")
     members = {name: f"127.0.0.1:{port}" for name, port in zip("ab", free_ports(2), strict=True)}
     rig.write(gossip={"peers": 2, "rounds": 6, "local_steps": 10, "scheme": "one_peer"}, members=members)
     workers = [rig.start(n, str(script), n, str(rig.config), str(rig.out / n)) for n in "ab"]

@@ -86,6 +86,12 @@ def begin(rig: ListRig, *names: str) -> None:
         rig.peer(name)
 
 
+def run_until_sent(rig: ListRig, kind: type) -> None:
+    """Go on until the first message of a kind has left."""
+    while not any(isinstance(action.message, kind) for _, _, action in rig.actions(m.Send)):
+        rig.run_one()
+
+
 def kill(rig: ListRig, name: str) -> None:
     if name in rig.machines and name not in rig.finished:
         machine = rig.machine(name)
@@ -202,8 +208,7 @@ def test_the_writer_dies_while_it_makes_the_mean() -> None:
     rig = listed(lease_s=5.0)
     rig.costs = {name: Costs(1.0, 30.0) for name in rig.costs}
     begin(rig)
-    while not any(isinstance(action.message, g.Final) for _, _, action in rig.actions(m.Send)):
-        rig.run_one()
+    run_until_sent(rig, g.Final)
     kill(rig, "p-0")
     rig.run(until=10_000.0)
     assert set(rig.finished) == {"p-1", "p-2", "p-3"}
@@ -216,8 +221,7 @@ def test_one_cut_off_while_the_mean_is_on_its_way_is_sent_it_again() -> None:
     rig = listed(2, lease_s=20.0)
     rig.costs = {name: Costs(1.0, 5.0) for name in rig.costs}
     begin(rig)
-    while not any(isinstance(action.message, g.Mean) for _, _, action in rig.actions(m.Send)):
-        rig.run_one()
+    run_until_sent(rig, g.Mean)
     made_at = rig.now
     cut(rig, "p-0", "p-1")
     rig.at(made_at + 15.0, rig._link, "p-0", "p-1")
@@ -231,8 +235,7 @@ def test_one_cut_off_for_good_holds_up_the_writer_for_no_longer_than_the_lease()
     rig = listed(2, lease_s=20.0, start_s_max=500.0)
     rig.costs = {name: Costs(1.0, 5.0) for name in rig.costs}
     begin(rig)
-    while not any(isinstance(action.message, g.Mean) for _, _, action in rig.actions(m.Send)):
-        rig.run_one()
+    run_until_sent(rig, g.Mean)
     made_at = rig.now
     cut(rig, "p-0", "p-1")
     while "p-0" not in rig.finished:
@@ -244,8 +247,7 @@ def test_one_that_dies_on_the_way_to_the_mean_and_comes_back_takes_part_anew() -
     rig = listed(3, lease_s=20.0)
     rig.costs = {name: Costs(1.0, 10.0) for name in rig.costs}
     begin(rig)
-    while not any(isinstance(action.message, g.Final) for _, _, action in rig.actions(m.Send)):
-        rig.run_one()
+    run_until_sent(rig, g.Final)
     kill(rig, "p-2")
     rig.at(rig.now + 5.0, revive, rig, "p-2")
     rig.run(until=1000.0)
@@ -286,8 +288,7 @@ def storm_at_the_end(seed: int) -> ListRig:
     n = rng.randint(2, 5)
     rig = stormy(rng, n, rounds=3)
     begin(rig)
-    while not any(isinstance(action.message, g.AtEnd) for _, _, action in rig.actions(m.Send)):
-        rig.run_one()
+    run_until_sent(rig, g.AtEnd)
     for _ in range(rng.randint(1, 4)):
         fault(rig, rng, rig.now + rng.uniform(0.0, 40.0), 12.0)
     return rig
