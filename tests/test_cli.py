@@ -85,7 +85,7 @@ def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
             "9 entries are too few: 256 bytes and a separator",
         ),
         (["tape", "run", "--rounds", "-1"], "'-1' is not a whole number of 0 or more"),
-        (["replay", "run", "--save-every", "nan"], "'nan' is not a number of seconds above 0"),
+        (["replay", "run", "--save-every", "nan"], "'nan' is not a number of seconds of 0 or more"),
         (["draw", "bandwidth", "--step-s", "0"], "'0' is not a number of seconds above 0"),
         (["draw", "bandwidth", "--sites", "0"], "'0' is not a whole number of 1 or more"),
     ],

@@ -50,19 +50,28 @@ def _at_least(least: int, text: str) -> int:
 
 
 def pause(text: str) -> float:
-    """Return an option's pause: a length of time, or 0."""
-    return 0.0 if text.strip() in ("0", "0.0") else duration(text)
+    """Return an option's pause: a finite length of time, 0 or more."""
+    value = _seconds(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of 0 or more")
+    return value
 
 
 def duration(text: str) -> float:
     """Return an option's length of time: finite, above 0."""
+    value = _seconds(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    """Return a finite number, or -1 for what is none."""
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
+        return -1.0
+    return value if math.isfinite(value) else -1.0
 
 
 def device(text: str) -> str:
